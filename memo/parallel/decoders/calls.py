@@ -27,8 +27,33 @@ class LayerCall:
     """Its hidden states are what the layer before gave, unchanged."""
     returns_tuple: bool
 
+    @property
+    def hidden(self) -> tuple[int, torch.dtype]:
+        """Width and type of the hidden states."""
+        given = first_hidden(*self.call)
+        return given.shape[-1], given.dtype
 
-def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> list[LayerCall]:
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideCall:
+    """A call of a module with parameters that is in no layer and has none."""
+
+    module: nn.Module
+    layers_before: int
+    """Calls of layers before it."""
+    given: torch.Size
+    made: torch.Size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardCalls:
+    """Calls of a forward in their order."""
+
+    layers: list[LayerCall]
+    outside: list[OutsideCall]
+
+
+def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> ForwardCalls:
     """Runs the model on one sequence of tokens, without data or memory.
 
     Args:
@@ -66,6 +91,13 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> l
         )
         results.append(output if isinstance(output, torch.Tensor) else output[0])
 
+    outside: list[OutsideCall] = []
+
+    def beside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x, y = tensors_of((args, kwargs))[:1], tensors_of(output)[:1]
+        if x and y:
+            outside.append(OutsideCall(module=module, layers_before=len(found), given=x[0].shape, made=y[0].shape))
+
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     accepted = inspect.signature(model.forward).parameters
@@ -76,6 +108,8 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> l
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(after).remove)
+        for module in outside_modules(model, layers):
+            stack.callback(module.register_forward_hook(beside, with_kwargs=True).remove)
         try:
             torch.func.functional_call(model, meta, (), batch)
         except UsageError:
@@ -85,7 +119,24 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> l
                 f"{type(model).__name__} does not run without data, which memo divides it by: {type(error).__name__}: "
                 f"{' '.join(str(error).split())[:160]}"
             ) from error
-    return found
+    return ForwardCalls(layers=found, outside=outside)
+
+
+def outside_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Outermost modules with parameters that are in no layer and hold none."""
+    known, found = set(layers), []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child in known or next(child.parameters(), None) is None:
+                continue
+            if known.isdisjoint(child.modules()):
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return list(dict.fromkeys(found))
 
 
 @contextlib.contextmanager

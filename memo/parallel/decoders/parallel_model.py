@@ -2,59 +2,175 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from memo.errors import NoRepeatedLayers, UsageError
 from memo.parallel.decoders import tensor
-from memo.parallel.decoders.calls import calls_of
+from memo.parallel.decoders.calls import ForwardCalls, calls_of
+from memo.parallel.decoders.pipeline import DecoderPipeline
+from memo.parallel.decoders.stages import DecoderStage, balanced, check_stages
+from memo.parallel.layout import Layout, PipelineSchedule
 from memo.swap import find_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_SCHEDULES = (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
-    """Divides the layers and the vocabulary of a model of transformers over `mesh`, in place.
 
-        mesh = init_device_mesh("cuda", (8,))
-        model = memo.parallelize(AutoModelForCausalLM.from_pretrained(name), mesh)
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = True,
+    schedule: str = PipelineSchedule.ONE_F_ONE_B,
+    microbatches: int | None = None,
+    stage_layers: Sequence[int] = (),
+) -> nn.Module:
+    """Divides a decoder of transformers over ranks.
+
+        model = AutoModelForCausalLM.from_pretrained(name)
+        model = memo.parallelize(model, tp=2, dp=4)                # under torchrun, with 8 processes
         manager = memo.offload(model)
 
-    Every rank passes the whole model, or the same one on the meta device, and keeps its part; nothing is communicated. A
-    forward takes the same (batch, tokens) on every rank and returns the same loss and logits on every rank; gradients are
-    those of one process. With `memo.loss_without_logits` logits are neither computed in full nor gathered.
+    Every rank passes the whole model, or the same one on the meta device, and keeps its part. A rank's number is
+    (pp · dp_size + dp) · tp_size + tp. Ranks of one tensor-parallel group take the same (batch, tokens), and so do those of
+    one pipeline. Loss and gradients are those of one process. With `memo.loss_without_logits` logits are neither computed in
+    full nor gathered.
 
     Args:
-        model: unmodified, from a configuration or a checkpoint, of any dtype.
-        mesh: one-dimensional, or with a dimension named "tp", over which the model is divided.
-        sequence_parallel: divides the tokens, too, between the matrices, so that a layer saves 1 / ranks of what it saves
-            on one rank. The number of tokens must then be a multiple of the ranks. Not for `generate`.
+        model: unmodified, from a configuration or a checkpoint, of any dtype; with adapters of PEFT or without.
+        mesh: over which alone `model` is divided by tp: one-dimensional, or with a dimension named "tp". Nothing is then
+            communicated. None: a mesh of the sizes below, which are all ranks.
+        tp: ranks that divide each matrix, as the configuration's `base_model_tp_plan` says, or by two rules.
+        pp: ranks that divide the layers.
+        dp: ranks that divide the batch, and parameters, gradients and optimizer state by fully_shard.
+        cp: 1: attention of transformers is not divided over the tokens.
+        sequence_parallel: with tp, divides the tokens, too, between the matrices, so that a layer saves 1 / ranks of what it
+            saves on one rank. The number of tokens must then be a multiple of the ranks. Not for `generate`.
+        schedule: with pp, that of torch: gpipe, 1f1b or interleaved-1f1b.
+        microbatches: with pp, of a step. Default None: twice pp.
+        stage_layers: with pp, layers of each stage, as `memo plan --search` gives them. Default: stages with equal numbers
+            of parameters, the output projection's among them.
 
     Returns:
-        `model` itself, whose parameters are DTensors. Call `memo.offload` and `fully_shard` after this.
+        With pp a DecoderPipeline, whose `step` trains; else `model` itself. With tp or dp parameters are DTensors. Call
+        `memo.offload` after this.
 
     Raises:
-        UsageError: `mesh` is no DeviceMesh or has no dimension "tp"; the model's layers are not known to divide; heads,
-            widths or words do not divide over the ranks; fused projections on torch before 2.13. The model is then
-            unchanged. A forward raises it on every rank for batches of different shapes, and for tokens that do not divide.
+        UsageError: `mesh` is no DeviceMesh or has no dimension "tp"; the sizes are not those of the ranks; layers are not
+            known to divide; heads, widths, words or layers do not divide over the ranks; fused projections on torch before
+            2.13. The model is then unchanged. A forward raises it on every rank for batches of different shapes, and for
+            tokens that do not divide.
     """
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        schedule=_schedule(schedule),
+        sequence_parallel=sequence_parallel,
+        stage_layers=tuple(stage_layers),
+    )
+    if cp > 1:
+        raise UsageError(f"cp={cp}: attention of transformers is not divided over tokens; use tp={tp * cp}, cp=1")
+    if mesh is not None:
+        if layout.ranks > 1:
+            raise UsageError("give memo.parallelize a mesh, or sizes without one")
+        mesh = _tensor_mesh(mesh)
+        layout = Layout(tp=mesh.size(), sequence_parallel=sequence_parallel)
+    microbatches = microbatches or 2 * pp
+    if (wrong := layout.schedule.reason_unsupported(microbatches, pp)) is not None:
+        raise UsageError(f"microbatches={microbatches} {wrong}")
+    layers = _layers(model)
+    tensor.check_sizes(model, layout.tp)
+    if layout.ranks == 1:
+        return model
+    calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
+    if pp > 1:
+        check_stages(model, layers, calls, layout.stages)
+        stages = _stage_ranges(layers, calls, layout)
+        tied = _tied(model, calls)
+        hidden = calls.layers[0].hidden
+    divisions = {}
+    if layout.tp > 1:
+        divisions = tensor.find_divisions(model, calls.layers, ranks=layout.tp, sequence=sequence_parallel)
+    parts = None
+    if mesh is None:
+        layout.check_ranks(dist.get_world_size() if dist.is_initialized() else 1)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        parts = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        mesh = parts["tp"]
+    if layout.tp > 1:
+        tensor.apply(model, calls.layers, divisions, mesh, sequence=sequence_parallel)
+    if parts is None:
+        return model
+    if pp == 1:
+        _shard(model, layers, parts, dp)
+        return model
+    own = [DecoderStage(model, layers, calls, stages[index]) for index in layout.stages_of(parts.get_local_rank("pp"))]
+    for stage in own:
+        _shard(stage, stage.layers, parts, dp)
+    return DecoderPipeline(own, parts, layout, microbatches=microbatches, hidden=hidden, tied=tied)
+
+
+def _schedule(name: str) -> PipelineSchedule:
+    if name not in _SCHEDULES:
+        raise UsageError(f"schedule: {name!r} is none of those for models of transformers: {', '.join(_SCHEDULES)}")
+    return PipelineSchedule(name)
+
+
+def _tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if not hasattr(mesh, "mesh_dim_names"):
         raise UsageError(f"mesh: {mesh!r} is no DeviceMesh; make one with torch.distributed.init_device_mesh")
-    if mesh.ndim > 1:
-        if "tp" not in (mesh.mesh_dim_names or ()):
-            raise UsageError(f"mesh: of its dimensions {mesh.mesh_dim_names} none is named 'tp'")
-        mesh = mesh["tp"]
+    if mesh.ndim == 1:
+        return mesh
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        raise UsageError(f"mesh: of its dimensions {mesh.mesh_dim_names} none is named 'tp'")
+    return mesh["tp"]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
     try:
-        layers = [layer.module for layer in find_layers(model)]
+        return [layer.module for layer in find_layers(model)]
     except NoRepeatedLayers as error:
         raise UsageError(str(error)) from error
-    ranks = mesh.size()
-    tensor.check_sizes(model, ranks)
-    if ranks == 1:
-        return model
-    calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(ranks))
-    divisions = tensor.find_divisions(model, calls, ranks=ranks, sequence=sequence_parallel)
-    tensor.apply(model, calls, divisions, mesh, sequence=sequence_parallel)
-    return model
+
+
+def _stage_ranges(layers: Sequence[nn.Module], calls: ForwardCalls, layout: Layout) -> list[range]:
+    """Indices of the layers of each stage."""
+    if layout.stage_layers:
+        if sum(layout.stage_layers) != len(layers):
+            raise UsageError(f"stage_layers: {layout.stage_layers} are not the model's {len(layers)} layers")
+        return [layout.layers_of(stage, len(layers)) for stage in range(layout.stages)]
+    costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+    after = {p for one in calls.outside if one.layers_before for p in one.module.parameters()}
+    return balanced(costs, layout.stages, last=float(sum(p.numel() for p in after)))
+
+
+def _tied(model: nn.Module, calls: ForwardCalls) -> dict[str, str]:
+    """Parameters of modules before the layers to the same ones of modules after them, by name."""
+    names = {module: name for name, module in model.named_modules()}
+    sides: tuple[dict[nn.Parameter, str], dict[nn.Parameter, str]] = ({}, {})
+    for one in calls.outside:
+        for name, parameter in one.module.named_parameters():
+            sides[bool(one.layers_before)].setdefault(parameter, f"{names[one.module]}.{name}")
+    return {name: sides[1][parameter] for parameter, name in sides[0].items() if parameter in sides[1]}
+
+
+def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, dp: int) -> None:
+    """Shards parameters over the data-parallel ranks, layer by layer."""
+    if dp > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(root, mesh=mesh["dp"])

@@ -271,4 +271,4 @@ def _divides_output(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 def _of_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """What a module returns, with its first tensor changed."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    return change(output) if isinstance(output, torch.Tensor) else (change(output[0]), *output[1:])

@@ -1,0 +1,181 @@
+"""A model of transformers as this rank's part of a pipeline: steps, gradients of tied weights, parameters by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memo.errors import UsageError
+from memo.parallel.decoders.stages import DecoderStage
+from memo.parallel.layout import Layout
+from memo.parallel.pipeline import make_schedule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class DecoderPipeline(nn.Module):
+    """This rank's stages of a model, made by `memo.parallelize(model, pp=...)`.
+
+        pipeline = memo.parallelize(model, tp=2, pp=2, dp=2, microbatches=4)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        loss = pipeline.step(input_ids=ids, labels=ids)       # forwards and backwards of a whole step
+        optimizer.step()
+        optimizer.zero_grad()
+
+    With memo.offload: `manager = memo.offload(pipeline, layers=pipeline.layers, schedule=pipeline.schedule(rows, tokens))`
+    and each step within `with manager:`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[DecoderStage],
+        mesh: DeviceMesh,
+        layout: Layout,
+        *,
+        microbatches: int,
+        hidden: tuple[int, torch.dtype],
+        tied: dict[str, str],
+    ) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._mesh, self._layout, self._microbatches = mesh, layout, microbatches
+        self._width, self._dtype = hidden
+        self._schedule: tuple[tuple[int, int], Any] | None = None
+        self._tied = tied
+        self.config = stages[0].model.config
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Layers of this rank, in the order of the model."""
+        return [layer for stage in self._own_stages for layer in stage.layers]
+
+    @property
+    def _own_stages(self) -> list[DecoderStage]:
+        return [stage for stage in self.stages if isinstance(stage, DecoderStage)]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's stages by their names in the model."""
+        for stage in self._own_stages:
+            yield from stage.model.named_parameters(*args, **kwargs)
+
+    def schedule(self, rows: int, tokens: int) -> Any:
+        """Torch's schedule for batches of this shape, of one data-parallel rank.
+
+        Raises:
+            UsageError: the microbatches do not divide the rows, or are too few for the schedule.
+        """
+        if self._schedule is None or self._schedule[0] != (rows, tokens):
+            count = self._microbatches
+            if rows % count:
+                raise UsageError(f"{count} microbatches do not divide the {rows} rows of a data-parallel rank's batch")
+            layout = self._layout
+            own = layout.stages_of(self._mesh.get_local_rank("pp"))
+            made = make_schedule(
+                layout,
+                dict(zip(own, self.stages, strict=True)),
+                self._mesh.get_group("pp"),
+                tokens=torch.empty(rows // count, tokens, dtype=torch.int64, device="meta"),
+                hidden=torch.empty(
+                    (rows // count, tokens // (layout.tp if layout.shards_tokens else 1), self._width),
+                    dtype=self._dtype,
+                    device="meta",
+                    requires_grad=True,
+                ),
+                microbatches=count,
+                device=next(self.parameters()).device,
+            )
+            self._schedule = (rows, tokens), made
+        return self._schedule[1]
+
+    def step(self, *, input_ids: torch.Tensor, labels: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Runs all forwards and backwards of a batch. A collective call of all ranks.
+
+        Args:
+            input_ids: (rows, tokens) of this data-parallel rank, on every rank of its pipeline.
+            labels: (rows, tokens).
+            named: further arguments of the model of (rows, ...), such as `attention_mask`.
+
+        Returns:
+            The loss, the mean over microbatches and data-parallel ranks, on every rank. Gradients are of this mean.
+
+        Raises:
+            UsageError: as `schedule`; a tied weight has a gradient already.
+        """
+        if any(one is not None and one.grad is not None for pair in self._tied_pairs() for one in pair):
+            raise UsageError(
+                "a tied weight has a gradient of an earlier step; call zero_grad before each pipeline.step"
+            )
+        rows, tokens = input_ids.shape
+        if self._layout.shards_tokens and tokens % self._layout.tp:
+            raise UsageError(
+                f"a sequence of {tokens} tokens does not divide over {self._layout.tp} ranks; pad it to a multiple, or "
+                f"give memo.parallelize sequence_parallel=False"
+            )
+        losses: list[torch.Tensor] = []
+        first = (input_ids,) if any(stage.is_first for stage in self._own_stages) else ()
+        last: dict[str, Any] = {}
+        if any(stage.is_last for stage in self._own_stages):
+            last = {"target": labels, "losses": losses}
+        self.schedule(rows, tokens).step(
+            *first, **last, input_ids=input_ids, labels=labels, **named, return_outputs=False
+        )
+        self._sum_tied()
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float32, device=input_ids.device)
+        loss = loss.detach().to(torch.float64 if self._dtype is torch.float64 else torch.float32)
+        dist.all_reduce(loss, group=self._mesh.get_group("pp"))
+        if self._layout.dp > 1:
+            dist.all_reduce(loss, group=self._mesh.get_group("dp"))
+            loss /= self._layout.dp
+        return loss
+
+    def _tied_pairs(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None]]:
+        """Weights that the first and the last stage share, each as this rank's copy on either; None where it has none."""
+        first = next((stage for stage in self._own_stages if stage.is_first), None)
+        last = next((stage for stage in self._own_stages if stage.is_last), None)
+        return [
+            (first and first.model.get_parameter(one), last and last.model.get_parameter(other))
+            for one, other in self._tied.items()
+            if first is not None or last is not None
+        ]
+
+    def _sum_tied(self) -> None:
+        """Adds the gradients of the first and the last stage's copies, in place."""
+        group, layout = self._mesh.get_group("pp"), self._layout
+        ends = [
+            next(rank for rank in range(layout.pp) if stage in layout.stages_of(rank))
+            for stage in (0, layout.stages - 1)
+        ]
+        for first, last in self._tied_pairs():
+            if first is not None and last is not None:
+                if first is not last:
+                    total = _local(first) + _local(last)
+                    _local(first).copy_(total)
+                    _local(last).copy_(total)
+                continue
+            one = first if first is not None else last
+            assert one is not None
+            own = _local(one)
+            sent, theirs = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+            peer = ends[1] if first is not None else ends[0]
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+                    dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+                ]
+            )
+            for work in works:
+                work.wait()
+            own.add_(theirs)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    grad: Any = parameter.grad
+    if grad is None:
+        grad = parameter.grad = torch.zeros_like(parameter)
+    local: torch.Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local
