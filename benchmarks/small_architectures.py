@@ -95,6 +95,12 @@ _WITHOUT_LABELS = {"GitForCausalLM"}
 """Models whose own loss needs other inputs."""
 
 
+def use_key_heads(count: int) -> None:
+    """Builds models with so many key/value heads from now on."""
+    for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "kv_n_heads"):
+        _SIZES[name] = count
+
+
 def names() -> list[str]:
     """Classes of causal, masked and sequence-to-sequence models, in the order of their names."""
     from transformers.models.auto import modeling_auto

@@ -8,5 +8,6 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.parallel.decoders.parallel_model import parallelize as parallelize
+    from memo.parallel.decoders.pipeline import DecoderPipeline as DecoderPipeline, whole_tensor as whole_tensor
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -103,7 +103,8 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
     accepted = inspect.signature(model.forward).parameters
     if "attention_mask" in accepted:  # models look at the tokens without one
         batch["attention_mask"] = torch.ones_like(ids)
-    batch = {name: value for name, value in batch.items() if name in accepted}
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
+        batch = {name: value for name, value in batch.items() if name in accepted}
     with _tracing(model), contextlib.ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import nn
 
 from memo.errors import UsageError
 from memo.parallel.decoders.stages import DecoderStage
+from memo.parallel.grad_norm import clip_gradients, gradient_norm
 from memo.parallel.layout import Layout
 from memo.parallel.pipeline import make_schedule
 
@@ -134,14 +135,39 @@ class DecoderPipeline(nn.Module):
         return loss
 
     def _tied_pairs(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None]]:
-        """Weights that the first and the last stage share, each as this rank's copy on either; None where it has none."""
+        """Weights that the first and the last stage share, as this rank's copy of each; it has at most one."""
         first = next((stage for stage in self._own_stages if stage.is_first), None)
         last = next((stage for stage in self._own_stages if stage.is_last), None)
-        return [
+        pairs = [
             (first and first.model.get_parameter(one), last and last.model.get_parameter(other))
             for one, other in self._tied.items()
-            if first is not None or last is not None
         ]
+        return [pair for pair in pairs if any(one is not None and one.requires_grad for one in pair)]
+
+    def clip_grad_norm_(self, limit: float) -> float:
+        """Clips gradients by their norm over all ranks, as torch's function of this name; returns the norm."""
+        twice = {id(last) for _, last in self._tied_pairs() if last is not None}
+        counted = [parameter for parameter in self.parameters() if id(parameter) not in twice]
+        norm = gradient_norm(counted, copies=self._layout.dp * self._layout.tp)
+        clip_gradients(self.parameters(), norm, limit)
+        return norm
+
+    def full_state(self, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The whole model's parameters in host memory, by their names; empty on all ranks but the first.
+
+        A collective call of all ranks.
+
+        Args:
+            values: other tensors of this rank's parameters by their names, such as states of an optimizer.
+        """
+        given = dict(self.named_parameters()) if values is None else values
+        own = {name: whole_tensor(value) for name, value in given.items()}
+        group = self._mesh.get_group("pp")
+        found: list[dict[str, torch.Tensor]] | None = [{}] * group.size() if group.rank() == 0 else None
+        dist.gather_object(own, found, group=group, group_dst=0)
+        if dist.get_rank() or found is None:
+            return {}
+        return {name: value for part in found for name, value in part.items() if name not in self._tied.values()}
 
     def _sum_tied(self) -> None:
         """Adds the gradients of the first and the last stage's copies, in place."""
@@ -151,12 +177,6 @@ class DecoderPipeline(nn.Module):
             for stage in (0, layout.stages - 1)
         ]
         for first, last in self._tied_pairs():
-            if first is not None and last is not None:
-                if first is not last:
-                    total = _local(first) + _local(last)
-                    _local(first).copy_(total)
-                    _local(last).copy_(total)
-                continue
             one = first if first is not None else last
             assert one is not None
             own = _local(one)
@@ -171,6 +191,12 @@ class DecoderPipeline(nn.Module):
             for work in works:
                 work.wait()
             own.add_(theirs)
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor or a tensor, in host memory; a collective call of the ranks that divide it."""
+    whole: Any = value.detach()
+    return cast("torch.Tensor", (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).cpu())
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
