@@ -142,8 +142,8 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Architectures over ranks",
         "",
-        f"What `memo.parallelize` does with each language model of transformers {head['transformers']}, built small, on torch "
-        f"{head['torch']}: one step in float64 on gloo ranks, loss and every gradient compared with one process. "
+        f"What `memo.parallelize` does with each language model of transformers {head['transformers']}, built small, on "
+        f"torch {head['torch']}: one step in float64 on gloo ranks, loss and every gradient compared with one process. "
         "[parallel.md](parallel.md#hugging-face-models) has the counts. Written by `python -m "
         "benchmarks.parallel_architectures --page`.",
         "",
@@ -178,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("tp", "pp", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="classes")
+    parser.add_argument("--decoders", action="store_true", help="causal language models alone")
     parser.add_argument("--part", default="1/1", metavar="i/n", help="every n-th of the classes, from the i-th on")
     parser.add_argument(
         "--page", nargs="+", type=Path, metavar="FILE", help="write docs/parallel-architectures.md and end"
@@ -194,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout = Layout(tp=args.tp, pp=args.pp, dp=args.dp)
     small_architectures.use_key_heads(max(2, args.tp))
     index, _, count = args.part.partition("/")
-    wanted = args.only or names()[int(index) - 1 :: int(count)]
+    chosen = [name for name in names() if not args.decoders or name.endswith(("ForCausalLM", "LMHeadModel"))]
+    wanted = args.only or chosen[int(index) - 1 :: int(count)]
     leads = dist.get_rank() == 0
     shape = " ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp") if getattr(layout, name) > 1)
     head = {"torch": torch.__version__, "transformers": transformers.__version__, "layout": shape, "part": args.part}

@@ -101,6 +101,14 @@ def use_key_heads(count: int) -> None:
         _SIZES[name] = count
 
 
+def use_depth(count: int) -> None:
+    """Builds models with so many layers from now on."""
+    global _DEPTH
+    _DEPTH = count
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        _SIZES[name] = count
+
+
 def names() -> list[str]:
     """Classes of causal, masked and sequence-to-sequence models, in the order of their names."""
     from transformers.models.auto import modeling_auto

@@ -59,7 +59,7 @@ def main() -> int:
         return_freed_memory()
     torch.manual_seed(args.seed)
     tokens = open_tokens(args.data, tokenizer=tokenizer_of(args.model))
-    rows = args.dp * (args.microbatches if args.pp > 1 else 1)
+    rows = args.dp * args.microbatches
     batches = Batches(tokens, batch=args.rows or rows, seq=parse_tokens(args.seq), seed=args.seed)
     model = divided(args, tokens, device)
     if first:
@@ -71,14 +71,19 @@ def main() -> int:
     for step in range(done + 1, done + args.steps + 1):
         begin = time.perf_counter()
         ids = batches.at(step)[0][own].to(device)
-        with manager or contextlib.nullcontext():
-            loss = forward(args, model, ids)
-        if args.pp == 1:
-            loss.backward()
-            loss = mean_of_replicas(args, loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        else:
+        if args.pp > 1:
+            with manager or contextlib.nullcontext():
+                loss = model.step(input_ids=ids, labels=ids)
             model.clip_grad_norm_(1.0)
+        else:
+            losses = []
+            for part in ids.chunk(args.microbatches):
+                with manager or contextlib.nullcontext():
+                    loss = model(part, labels=part).loss / args.microbatches
+                loss.backward()
+                losses.append(loss.detach())
+            loss = mean_of_replicas(args, torch.stack(losses).sum())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if manager is not None:
@@ -117,7 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dp", type=int, default=1, help="processes that divide the rows, and shard weights (default 1)"
     )
-    parser.add_argument("--microbatches", type=int, help="with --pp, of a step (default: twice --pp)")
+    parser.add_argument("--microbatches", type=int, help="parts of a step (default: 1, with --pp twice as many)")
     parser.add_argument("--schedule", default="1f1b", help="with --pp: gpipe, 1f1b or interleaved-1f1b (default 1f1b)")
     parser.add_argument(
         "--stage-layers", help="with --pp: layers of each stage, such as 9,7 (default: equal parameters)"
@@ -142,7 +147,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--model {args.model}: no such folder")
     if args.resume is not None and not (args.resume / STATE).is_file():
         parser.error(f"--resume {args.resume}: no folder that --output wrote")
-    args.microbatches = args.microbatches or 2 * args.pp
+    args.microbatches = args.microbatches or (2 * args.pp if args.pp > 1 else 1)
     return args
 
 
@@ -177,7 +182,7 @@ def divided(args: argparse.Namespace, tokens: TokenFile, device: torch.device, c
         tp=args.tp,
         pp=args.pp,
         dp=args.dp,
-        microbatches=args.microbatches,
+        microbatches=args.microbatches if args.pp > 1 else None,
         schedule=args.schedule,
         stage_layers=parse_layer_counts(args.stage_layers) if args.stage_layers else (),
     )
@@ -188,8 +193,8 @@ def divided(args: argparse.Namespace, tokens: TokenFile, device: torch.device, c
 
 def own_rows(args: argparse.Namespace, rows: int) -> slice:
     """The rows of a batch that this process's replica takes."""
-    if rows % args.dp:
-        sys.exit(f"finetune_hf: --rows {rows} do not divide over --dp {args.dp}")
+    if rows % (args.dp * args.microbatches):
+        sys.exit(f"finetune_hf: --rows {rows} do not divide over --dp {args.dp} and --microbatches {args.microbatches}")
     replica = dist.get_rank() // args.tp % args.dp if dist.is_initialized() else 0
     return slice(replica * rows // args.dp, (replica + 1) * rows // args.dp)
 
@@ -201,12 +206,6 @@ def managed(args: argparse.Namespace, model: Any, device: torch.device, rows: in
         return memo.offload(model, alpha=args.alpha, **budgets)
     schedule = model.schedule(rows, parse_tokens(args.seq))
     return memo.offload(model, alpha=args.alpha, layers=model.layers, schedule=schedule, **budgets)
-
-
-def forward(args: argparse.Namespace, model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The loss; of a pipeline, whose backward is done then, too."""
-    loss: torch.Tensor = model(ids, labels=ids).loss if args.pp == 1 else model.step(input_ids=ids, labels=ids)
-    return loss
 
 
 def mean_of_replicas(args: argparse.Namespace, loss: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from memo.search.candidates import Candidate as Candidate, Setting as Setting, Shape as Shape
     from memo.search.launch import (
         Launch as Launch,
+        finetune_arguments as finetune_arguments,
         launch_of as launch_of,
         runs_under_memo_train as runs_under_memo_train,
+        runs_under_parallelize as runs_under_parallelize,
+        why_not_finetuned as why_not_finetuned,
         why_not_trained as why_not_trained,
         with_run as with_run,
     )

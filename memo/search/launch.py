@@ -1,16 +1,18 @@
-"""Launch lines: the commands that carry a plan out with `memo train`, by torchrun and by Slurm.
+"""Launch lines: the commands that carry a plan out with `memo train`, or lay a model of transformers out as planned.
 
-Owns the reasons why there is no such command. A test gives every line to memo train's own parser.
+Owns the reasons why there is no such command. Tests give every line to the parsers of memo train and of the example.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memo.gpt import GPTConfig
 from memo.gpt.arithmetic import Optimizer, run_of, untrained
+from memo.mip.inputs import PipelineSchedule
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from memo.search.candidates import Candidate
     from memo.search.request import Request
 
+_FINETUNES = (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
 PORT = 29500
 """Port of the first node, where torchrun's processes meet."""
 
@@ -32,7 +35,7 @@ class Launch:
     slurm: str | None
     """None where nodes are not alike."""
     train: tuple[str, ...]
-    """Arguments of `memo train`."""
+    """Arguments of `memo train`, or of examples/finetune_hf.py."""
 
 
 def why_not_trained(request: Request, candidate: Candidate | None = None) -> str | None:
@@ -59,6 +62,40 @@ def why_not_trained(request: Request, candidate: Candidate | None = None) -> str
     return None
 
 
+def why_not_finetuned(request: Request, candidate: Candidate) -> str | None:
+    """Reason why examples/finetune_hf.py does not run a layout of a configuration, as `why_not_trained`."""
+    if not Path(request.model).is_dir():
+        return f"{request.model} is no folder of a model, which examples/finetune_hf.py trains"
+    if request.optimizer is not Optimizer.ADAMW or request.recompute is not None or request.optimizer_offload:
+        return "examples/finetune_hf.py has AdamW on the device, and plans its own recompute"
+    if not runs_under_parallelize(candidate):
+        return f"memo.parallelize has ZeRO 3 over all data-parallel ranks, no --cp, and of schedules {', '.join(_FINETUNES)}"
+    return None
+
+
+def runs_under_parallelize(candidate: Candidate) -> bool:
+    """Whether `memo.parallelize` divides a model of transformers as the candidate does."""
+    scheduled = candidate.shape.pp == 1 or (candidate.schedule in _FINETUNES and candidate.chunks <= 2)
+    return candidate.is_fully_sharded and candidate.shape.cp == 1 and scheduled
+
+
+def finetune_arguments(request: Request, candidate: Candidate) -> tuple[str, ...]:
+    """Arguments of examples/finetune_hf.py for a layout of a configuration."""
+    shape, setting = candidate.shape, candidate.setting
+    flags = {"model": request.model, "seq": str(request.layout.tokens)}
+    flags |= {name: str(size) for name in ("tp", "pp", "dp") if (size := getattr(shape, name)) > 1}
+    if setting.accumulate > 1:
+        flags["microbatches"] = str(setting.accumulate)
+    if shape.pp > 1:
+        flags["schedule"] = str(candidate.schedule)
+        if candidate.stage_layers:
+            flags["stage-layers"] = ",".join(map(str, candidate.stage_layers))
+    flags["rows"] = str(shape.dp * setting.accumulate * setting.batch)
+    if request.lora:
+        flags["lora"] = str(request.lora)
+    return tuple(word for name, value in flags.items() for word in (f"--{name}", value))
+
+
 def with_run(plan: ActivationPlan, request: Request, candidate: Candidate | None = None) -> ActivationPlan:
     """The plan with what it says of its run; arguments as `why_not_trained` has them."""
     reason = why_not_trained(request, candidate)
@@ -76,7 +113,12 @@ def runs_under_memo_train(candidate: Candidate) -> bool:
 
 
 def launch_of(
-    plan: ActivationPlan, *, gpus_per_node: int, plan_file: str, placement: ClusterPlacement | None = None
+    plan: ActivationPlan,
+    *,
+    gpus_per_node: int,
+    plan_file: str,
+    placement: ClusterPlacement | None = None,
+    finetune: tuple[str, ...] = (),
 ) -> Launch | None:
     """Launch lines of a plan; None where a node would hold ranks that do not follow one another.
 
@@ -85,9 +127,10 @@ def launch_of(
         gpus_per_node: GPUs of a node.
         plan_file: where the plan is.
         placement: on nodes that are not alike, its placement: a line for each run of equal nodes, in the order of ranks.
+        finetune: arguments of examples/finetune_hf.py, which is then run in place of memo train.
     """
-    train, gpus = train_arguments(plan, plan_file), plan.problem.gpus
-    inner = f"-m memo.cli.main train {shlex.join(train)}"
+    train, gpus = finetune or train_arguments(plan, plan_file), plan.problem.gpus
+    inner = f"{'examples/finetune_hf.py' if finetune else '-m memo.cli.main train'} {shlex.join(train)}"
     if placement is not None:
         lines = _lines(placement, inner)
         return Launch(torchrun="\n".join(lines), slurm=None, train=train) if lines else None

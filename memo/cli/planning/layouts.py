@@ -31,11 +31,14 @@ from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
     Space,
+    finetune_arguments,
     launch_of,
     longest_that_fits,
     runs_under_memo_train,
+    runs_under_parallelize,
     search_layouts,
     smallest_that_fits,
+    why_not_finetuned,
     why_not_trained,
     with_run,
 )
@@ -43,7 +46,10 @@ from memo.trace import printable, render_page
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
-    from memo.search import Found, Planned, Request
+    from collections.abc import Callable
+
+    from memo.search import Found, Launch, Planned, Request
+    from memo.search.candidates import Candidate
 
 PROCESSES = 2
 MOST_CALLS = 20_000
@@ -81,13 +87,15 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if args.html and args.output and os.path.realpath(args.html) == os.path.realpath(args.output):
         raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
     space = _space(args)
-    reason = why_not_trained(space.request)
+    reason, runs = why_not_trained(space.request), runs_under_memo_train
+    if space.request.config is not None and not isinstance(space.request.config, GPTConfig):
+        reason, runs = None, runs_under_parallelize
     begin_s = time.monotonic()
     longest = None
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
         if args.max_seq and (longest := longest_that_fits(space, tile=TILE_TOKENS, say=waiting.say)) is not None:
             space = longest.space
-        found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
+        found = search_layouts(space, runs=runs, workers=PROCESSES, say=waiting.say)
         seconds = time.monotonic() - begin_s
         smallest = None if found.best or space.cluster is not None else smallest_that_fits(space)
         waiting.say("simulating the best plans")
@@ -95,7 +103,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         for one in _shown(found):
             played, simulation = play(one.plan, most=MOST_CALLS)
             shown.append((dataclasses.replace(one, plan=played), simulation))
-        written = _proven(found, runnable=reason is None)
+        written = _proven(found, runs=runs if reason is None else None)
     if written is None and space.cluster is not None:
         raise Infeasible(
             f"no layout of {space.request.model} at {format_tokens(space.request.layout.tokens)} tokens fits on the "
@@ -103,12 +111,17 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         )
     if written is None:
         raise _does_not_fit(smallest_table(space, smallest), as_json=args.json)
-    runs = reason is None and runs_under_memo_train(written.candidate)
-    launch = None
-    if runs:
+    launch: Launch | None = None
+    finetune: tuple[str, ...] = ()
+    if runs is runs_under_parallelize:
+        reason = why_not_finetuned(space.request, written.candidate)
+        finetune = finetune_arguments(space.request, written.candidate)
+    if reason is None and runs(written.candidate):
         plan_file, placement = args.output or "plan.json", space.placement(written.candidate)
         per_node = space.gpus_per_node
-        launch = launch_of(written.plan, gpus_per_node=per_node, plan_file=plan_file, placement=placement)
+        launch = launch_of(
+            written.plan, gpus_per_node=per_node, plan_file=plan_file, placement=placement, finetune=finetune
+        )
         reason = _SPLIT if launch is None else None
     steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     summary = {
@@ -150,13 +163,13 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _proven(found: Found, *, runnable: bool) -> Planned | None:
-    """The fastest plan that the simulator agrees with, among those that run under memo train if there are any.
+def _proven(found: Found, *, runs: Callable[[Candidate], bool] | None) -> Planned | None:
+    """The fastest plan that the simulator agrees with, among those that `runs` has a launch line for if there are any.
 
     Raises:
         PlanInvalid: the simulator agrees with none.
     """
-    running = [one for one in found.planned if runs_under_memo_train(one.candidate)] if runnable else []
+    running = [one for one in found.planned if runs is not None and runs(one.candidate)]
     ranked = running or list(found.planned)
     for one in ranked[:-1]:
         with contextlib.suppress(PlanInvalid):

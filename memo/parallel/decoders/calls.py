@@ -105,7 +105,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
         batch["attention_mask"] = torch.ones_like(ids)
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
         batch = {name: value for name, value in batch.items() if name in accepted}
-    with _tracing(model), contextlib.ExitStack() as stack:
+    with tracing(model), contextlib.ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(after).remove)
@@ -140,8 +140,14 @@ def outside_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Mo
     return list(dict.fromkeys(found))
 
 
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
 @contextlib.contextmanager
-def _tracing(model: nn.Module) -> Iterator[None]:
+def tracing(model: nn.Module) -> Iterator[None]:
     """Training mode, attention that is written out, and experts without data, for the duration."""
     modes = {module: module.training for module in model.modules()}
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
@@ -162,11 +168,6 @@ def _tracing(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = kept[key]
         for module in experts:
             module.__dict__.pop("forward", None)
-
-
-def tracing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """`_tracing`, for runs of single layers."""
-    return _tracing(model)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from memo.errors import NoRepeatedLayers, UsageError
 from memo.parallel.decoders import tensor
 from memo.parallel.decoders.calls import ForwardCalls, calls_of
 from memo.parallel.decoders.pipeline import DecoderPipeline
-from memo.parallel.decoders.stages import DecoderStage, balanced, check_stages
+from memo.parallel.decoders.stages import DecoderStage, balanced, check_runs, check_stages
 from memo.parallel.layout import Layout, PipelineSchedule
 from memo.swap import find_layers
 
@@ -94,10 +94,15 @@ def parallelize(
     tensor.check_sizes(model, layout.tp)
     if layout.ranks == 1:
         return model
+    if pp > 1 and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UsageError(
+            f"{type(model).__name__} has an encoder and a decoder, which no pipeline passes through; use tp and dp"
+        )
     calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
         check_stages(model, layers, calls, layout.stages)
         stages = _stage_ranges(layers, calls, layout)
+        check_runs(model, layers, calls, stages)
         tied = _tied(model, calls)
         hidden = calls.layers[0].hidden
     divisions = {}

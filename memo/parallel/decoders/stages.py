@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memo.errors import UsageError
-from memo.parallel.decoders.calls import ForwardCalls, outside_modules
+from memo.parallel.decoders.calls import ForwardCalls, named_tensors, outside_modules, tracing
 from memo.parallel.decoders.dataflow import first_hidden
 
 
@@ -27,8 +27,6 @@ def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCa
     """Raises UsageError unless the model is a chain of layers that `stages` can divide."""
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(f"{name} has an encoder and a decoder, which a pipeline cannot pass through; use tp and dp")
     if [one.layer for one in calls.layers] != list(layers):
         raise UsageError(f"{name} does not run its {len(layers)} layers once each and in order; use tp and dp")
     if not all(one.follows for one in calls.layers[1:]):
@@ -58,6 +56,28 @@ def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCa
         raise UsageError(f"{name} has layers that share parameters with others; use tp and dp")
     if set(model.parameters()) - outside - set(holders):
         raise UsageError(f"{name} has parameters of its own beside its layers; use tp and dp")
+
+
+def check_runs(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls, stages: Sequence[range]) -> None:
+    """Raises UsageError unless the model's code runs as each of its stages, without data or memory."""
+    hidden = first_hidden(*calls.layers[0].call)
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device="meta")
+    for own in stages:
+        stage = DecoderStage(model, layers, calls, own)
+        meta = {name: torch.empty_like(value, device="meta") for name, value in named_tensors(stage)}
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+        try:
+            with tracing(stage):
+                made = torch.func.functional_call(stage, meta, (torch.empty_like(hidden, device="meta"),), batch)
+        except Exception as error:
+            raise UsageError(
+                f"{type(model).__name__} does not run with only some of its layers: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:160]}; use tp and dp"
+            ) from error
+        if not stage.is_last and made.shape != hidden.shape:
+            raise UsageError(
+                f"{type(model).__name__} passes on other hidden states than its layers take; use tp and dp"
+            )
 
 
 def balanced(costs: Sequence[float], stages: int, *, last: float) -> list[range]:

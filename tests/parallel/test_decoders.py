@@ -1,0 +1,180 @@
+"""`memo.parallelize` of models that nobody wrote for memo: tensor, pipeline and data parallelism as one process trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import launch
+
+import memo
+from memo.errors import UsageError
+from memo.parallel.decoders.dataflow import Boundary, DividedModule, Division, Kind, check, run_wide
+from memo.parallel.decoders.operators import NotDivisible
+from memo.parallel.decoders.plan import divide, ruled_parts
+from memo.parallel.decoders.stages import balanced
+
+PLANNED = ["MixtralForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM", "Olmo2ForCausalLM"]
+RULED = ["GPT2LMHeadModel", "BloomForCausalLM", "OPTForCausalLM", "LlamaForCausalLM+lora"]
+
+
+@pytest.mark.parallel
+def test_layers_are_divided_by_their_plan_or_by_two_rules() -> None:
+    said = launch(2, "decoders_worker.py", "2", "1", "1", *PLANNED, *RULED)
+    for name in (*PLANNED, *RULED):
+        assert f"equal {name} within" in said, said
+
+
+@pytest.mark.parallel
+def test_a_pipeline_trains_as_one_process_with_tied_weights_too() -> None:
+    names = ["LlamaForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM"]
+    said = launch(2, "decoders_worker.py", "1", "2", "1", *names)
+    for name in names:
+        assert f"equal {name} within" in said, said
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
+def test_eight_ranks_of_three_dimensions_train_as_one_process() -> None:
+    names = ["LlamaForCausalLM", "Qwen3ForCausalLM+lora", "MixtralForCausalLM"]
+    said = launch(8, "decoders_worker.py", "2", "2", "2", *names, timeout_s=900)
+    for name in names:
+        assert f"equal {name} within" in said, said
+
+
+class Block(nn.Module):
+    """A residual MLP, with something between its matrices."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 32), between, nn.Linear(32, 16))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.mlp(hidden_states)
+
+
+class Halves(nn.Module):
+    """Two projections fused in a matrix."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * second.sigmoid(), second], -1)
+
+
+class PerColumn(nn.Module):
+    """Values of the divided dimension, which ranks would all have whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Normed(nn.Module):
+    """A norm without a weight, which would run on a part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.square().mean(-1, keepdim=True).rsqrt()
+
+
+def found(between: nn.Module) -> Division:
+    layer = Block(between)
+    call = ((torch.empty(1, 32, 16, device="meta"),), {})
+    return divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True).division
+
+
+def test_a_residual_mlp_is_divided_by_its_outputs_and_inputs() -> None:
+    division = found(nn.GELU())
+    assert {name: part.kind for name, part in division.parts.items()} == {"mlp.0": Kind.COLUMN, "mlp.2": Kind.ROW}
+    assert division.boundaries == {"mlp": Boundary.ENTRY}
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (nn.LayerNorm(32), "normalized_shape"),
+        (Normed(), "mean goes along a divided dimension"),
+        (nn.Softmax(-1), "_softmax goes along a divided dimension"),
+        (PerColumn(), "broadcast"),
+        (nn.Dropout(0.5), "dropout in a divided part gives all ranks the same mask"),
+        (nn.Linear(32, 32), "must have same reduction dim"),
+    ],
+)
+def test_what_mixes_the_parts_of_ranks_is_refused(between: nn.Module, reason: str) -> None:
+    with pytest.raises(NotDivisible, match=reason):
+        found(between)
+
+
+def test_a_matrix_of_two_projections_is_not_cut_in_halves() -> None:
+    layer = Block(Halves())
+    call = ((torch.empty(1, 32, 16, device="meta"),), {})
+    parts = {"mlp.0": DividedModule(kind=Kind.COLUMN), "mlp.2": DividedModule(kind=Kind.ROW)}
+    division = Division(parts=parts, boundaries={"mlp": Boundary.ENTRY})
+    with pytest.raises(NotDivisible, match="split takes apart a divided dimension"):
+        check(layer, call, division, run_wide(layer, call, parts, {}, ranks=2), ranks=2, sequence=False)
+
+
+class Shared(nn.Module):
+    """A second way from the module's input to its output, whose gradient every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x))) * x
+
+
+def test_a_gradient_that_ranks_would_count_twice_moves_the_boundary() -> None:
+    layer = Block(nn.GELU())
+    layer.mlp = Shared()  # type: ignore[assignment]
+    call = ((torch.empty(1, 32, 16, device="meta"),), {})
+    division = divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True).division
+    assert division.boundaries["mlp.up"] is Boundary.ENTRY
+
+
+def llama(layers: int = 2) -> LlamaForCausalLM:
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"pp": 4}, "4 pipeline stages are more than the 2 layers of LlamaForCausalLM; use 2"),
+        ({"tp": 3}, "3 ranks do not divide the model's 4 heads; each needs whole ones; 2 would"),
+        ({"cp": 2}, "cp=2: attention of transformers is not divided over tokens; use tp=2, cp=1"),
+        ({"pp": 2, "microbatches": 1}, "microbatches=1 is too few for 1f1b on --pp 2; at least 2"),
+        (
+            {"pp": 2, "schedule": "zbv"},
+            "'zbv' is none of those for models of transformers: gpipe, 1f1b, interleaved-1f1b",
+        ),
+        ({"pp": 2, "stage_layers": (2, 1)}, "are not the model's 2 layers"),
+        ({"dp": 2}, "is a layout of 2 ranks, but 1 was started"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(sizes: dict[str, object], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        memo.parallelize(llama(), **sizes)  # type: ignore[arg-type]
+
+
+def test_two_stacks_of_layers_are_no_pipeline() -> None:
+    config = T5Config(vocab_size=61, d_model=32, num_heads=4, d_kv=8, d_ff=64, num_layers=2, decoder_start_token_id=0)
+    with pytest.raises(UsageError, match="T5ForConditionalGeneration has an encoder and a decoder"):
+        memo.parallelize(T5ForConditionalGeneration(config), pp=2)
+
+
+def test_stages_are_balanced_with_the_projection_of_the_last() -> None:
+    assert balanced([1.0] * 8, 2, last=2.0) == [range(5), range(5, 8)]
+    assert balanced([1.0, 1.0, 4.0, 1.0], 3, last=0.0) == [range(2), range(2, 3), range(3, 4)]
+    assert balanced([1.0] * 3, 3, last=9.0) == [range(1), range(1, 2), range(2, 3)]
