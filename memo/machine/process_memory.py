@@ -37,7 +37,7 @@ class HostUser:
     held_bytes: int
     """Resident, without pages of files, which the kernel takes back; shared memory counts in each process."""
     locked_bytes: int
-    """Of these locked or pinned through the kernel's accounts; CUDA's pinned memory is not in them."""
+    """Part of these that is locked or pinned by the kernel's accounts, in which CUDA's pinned memory is not."""
 
 
 def largest_host_users(most: int = 3, *, least_bytes: int = 1 << 30, root: Path = Path("/proc")) -> list[HostUser]:
