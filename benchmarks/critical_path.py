@@ -5,8 +5,8 @@
 
 Lai et al. 2022 (arXiv 2206.04959): 1F1B whose last stage recomputes nothing, whose last stage but one runs its third forward
 before its first backward, and which recomputes while it waits for a gradient. A lower bound of its step stands for it: with
-what is planned for 1F1B every stage recomputes ahead of every backward, and neither that nor the order takes memory. Steps
-are predictions of `memo plan` for memo's GPT, without host memory; each schedule has the microbatch that is best for it.
+what is planned for 1F1B every stage recomputes ahead of every backward, and neither that nor the order takes memory. Other
+steps are simulated, of memo's GPT without host memory; each schedule has the microbatch that is best for it.
 
 The paper's abstract names models of 1.5B to 20B, 64 GPUs and speedups; its layouts, microbatches and machine are in no text
 that was found. So layouts are those of 4 and 8 stages that fit, on eight nodes of eight RTX 3090 (24 GB; 71 TFLOP/s by
@@ -28,6 +28,7 @@ from memo.gpt import GPTConfig, Precision
 from memo.gpt.arithmetic import RecomputeMethod, StepLayout
 from memo.mip.activation import ActivationPlan, Budgets, Pipeline
 from memo.mip.inputs import Hardware, Pass, PipelineSchedule, hardware_preset
+from memo.mip.simulate import simulate
 from memo.search import Request
 
 SEQ, GPUS = 1024, 64
@@ -194,7 +195,7 @@ class Case:
                 plan = self.request(batch, schedule, chunks, method).plan()
             except MemoError:  # it does not fit, or the schedule cannot run so few microbatches
                 continue
-            yield f"{schedule}-{chunks}" if chunks else str(schedule), plan.step_s
+            yield f"{schedule}-{chunks}" if chunks else str(schedule), simulate(plan).step_s
             if schedule is PipelineSchedule.ONE_F_ONE_B:
                 stages = planned_stages(plan) if method is None else self._recomputed_stages(plan, batch)
                 yield SHIFTED, shifted_s(plan, stages)
@@ -264,7 +265,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Predicts each case."""
+    """Simulates each case."""
     parser = argparse.ArgumentParser(
         prog="critical_path", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
