@@ -12,8 +12,8 @@ whose step is next. Backward takes the same order from its end. Needs no torch.
     5 narrows                   last projection             sum over the ranks
     6 ends         sum          residual
 
-A collective is launched before the other half's largest step, and no step waits for one that was launched just before,
-but for the first gather and the last sum: they have nothing to run beside.
+Between a launch and the wait for it the other half has a step with matrix products, but for a layer's first gather and its
+last sum.
 """
 
 from __future__ import annotations
