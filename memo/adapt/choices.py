@@ -116,6 +116,7 @@ def require_adaptable(config: RunConfig, *, ranks: int, under_torchrun: bool) ->
         "--pipeline-dtype needs --pp": config.pipeline_dtype is not None,
         "--embedding-exchange sparse needs --dp or --cp": config.embedding_exchange is EmbeddingGradients.SPARSE,
         "--no-sequence-parallel is not priced": not layout.sequence_parallel,
+        "--tp-overlap needs --tp": layout.tp_overlap,
     }
     for why, is_given in fixing.items():
         if is_given:

@@ -218,6 +218,7 @@ def test_a_choice_and_its_candidate_are_of_one_layout(layout: Layout) -> None:
         ({"layout": Layout(pp=4), "pipeline_dtype": "bf16"}, "--pipeline-dtype needs --pp"),
         ({"embedding_exchange": EmbeddingGradients.SPARSE}, "--embedding-exchange sparse needs --dp or --cp"),
         ({"layout": Layout(tp=4, sequence_parallel=False)}, "--no-sequence-parallel is not priced"),
+        ({"layout": Layout(tp=4, tp_overlap=True)}, "--tp-overlap needs --tp"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
