@@ -142,7 +142,23 @@ def test_two_processes_finetune_one_model_with_the_losses_of_one_and_save_it_who
     assert float(re.findall(r"step 1  loss (\S+)", again)[0]) < losses[0][0]
     alone = subprocess.run([sys.executable, script, "--tp", "2"], capture_output=True, text=True, check=False)
     assert alone.returncode == 1
-    assert alone.stderr == "finetune_hf: --tp 2 is for 2 processes; start it with torchrun --nproc-per-node 2\n"
+    assert alone.stderr == (
+        "finetune_hf: --tp times --pp times --dp is 2, and 1 processes were started; start them with torchrun "
+        "--nproc-per-node 2\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout_as_one_process_does(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 128, "--digits", 9, "--rows", 4, "--without-memo")
+    whole = run(sys.executable, script, *flags, "--steps", 4)
+    layout = ("--pp", 2, "--microbatches", 2)
+    first = run_on(2, script, *flags, *layout, "--steps", 2, "--output", tmp_path / "model")
+    then = run_on(2, script, *flags, "--tp", 2, "--steps", 2, "--resume", tmp_path / "model")
+    losses = [[float(loss) for loss in re.findall(r"step \d  loss (\S+)", said)] for said in (whole, first + then)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 4
 
 
 def test_from_nothing_to_a_plan_a_timeline_and_an_arena(tmp_path: Path) -> None:

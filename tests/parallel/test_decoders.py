@@ -22,11 +22,12 @@ from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.plan import divide, ruled_parts
 from memo.parallel.decoders.stages import balanced
 
-PLANNED = ["MixtralForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM", "Olmo2ForCausalLM"]
-RULED = ["GPT2LMHeadModel", "BloomForCausalLM", "OPTForCausalLM", "LlamaForCausalLM+lora"]
+PLANNED = ["MixtralForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"]
+RULED = ["GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM+lora"]
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_layers_are_divided_by_their_plan_or_by_two_rules() -> None:
     said = launch(2, "decoders_worker.py", "2", "1", "1", *PLANNED, *RULED)
     for name in (*PLANNED, *RULED):
@@ -34,8 +35,9 @@ def test_layers_are_divided_by_their_plan_or_by_two_rules() -> None:
 
 
 @pytest.mark.parallel
+@pytest.mark.slow
 def test_a_pipeline_trains_as_one_process_with_tied_weights_too() -> None:
-    names = ["LlamaForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM"]
+    names = ["LlamaForCausalLM", "OPTForCausalLM", "Gemma3ForCausalLM"]
     said = launch(2, "decoders_worker.py", "1", "2", "1", *names)
     for name in names:
         assert f"equal {name} within" in said, said

@@ -48,8 +48,7 @@ from memo.units import format_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memo.search import Found, Launch, Planned, Request
-    from memo.search.candidates import Candidate
+    from memo.search import Candidate, Found, Launch, Planned, Request
 
 PROCESSES = 2
 MOST_CALLS = 20_000

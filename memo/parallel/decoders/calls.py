@@ -99,12 +99,11 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
             outside.append(OutsideCall(module=module, layers_before=len(found), given=x[0].shape, made=y[0].shape))
 
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     accepted = inspect.signature(model.forward).parameters
-    if "attention_mask" in accepted:  # models look at the tokens without one
-        batch["attention_mask"] = torch.ones_like(ids)
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
-        batch = {name: value for name, value in batch.items() if name in accepted}
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    # Without a mask models look at the tokens.
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    batch = {name: value for name, value in batch.items() if takes_any or name in accepted}
     with tracing(model), contextlib.ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
