@@ -159,7 +159,9 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     for name in known:
         for layout, row in rows[name].items():
             if row["outcome"] in ("refused", "failed", "differs"):
-                reasons[row.get("reason", "differs").replace(name, "MODEL")].append(f"{name} ({layout})")
+                reasons[row.get("reason", f"off by {row.get('off', 0):.2g}").replace(name, "MODEL")].append(
+                    f"{name} ({layout})"
+                )
     lines += [f"- `{reason}`: {', '.join(models)}" for reason, models in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.mip.activation import check_plan, read_activation_plan
 
+ROOT = Path(__file__).parent.parent.parent
 SEARCH = ["plan", "--search", "--gpu", "a800"]
 SMALL = [*SEARCH, "--model", "125m", "--seq", "8k", "--batch-tokens", "64k", "--gpus-per-node", "4"]
 LONG = ["--model", "7b", "--seq", "1m", "--host", "2TiB"]
@@ -267,3 +270,27 @@ def test_a_cluster_that_is_too_small_names_the_smallest_that_fits(capsys: pytest
     report = json.loads(capsys.readouterr().out)
     assert (report["status"], report["nodes"]) == ("infeasible", 2)
     assert report["binds"]["use"] == "head"
+
+
+@pytest.mark.slow
+def test_a_search_for_a_folder_prints_a_line_that_the_example_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    transformers.LlamaConfig(**shape, vocab_size=256, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    asked = ["--seq", "4k", "--gpu", "h100", "--nodes", "1", "--gpus-per-node", "4", "--batch-tokens", "64k"]
+    assert main(["plan", "--search", "--model", str(tmp_path), *asked, "--json"]) == 0
+    launch = json.loads(capsys.readouterr().out)["launch"]
+    words = shlex.split(launch["torchrun"])
+    assert words[:4] == ["torchrun", "--nproc-per-node", "4", "examples/finetune_hf.py"]
+    assert words[4:] == launch["train"]
+    spec = importlib.util.spec_from_file_location("finetune_hf", ROOT / "examples" / "finetune_hf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(sys, "argv", ["finetune_hf.py", *launch["train"]])
+    taken = example.arguments()
+    assert taken.tp * taken.pp * taken.dp == 4
+    assert taken.rows == 16

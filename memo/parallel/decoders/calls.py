@@ -158,7 +158,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
         for config in configs.values():
             config._attn_implementation = "eager"
         for module in experts:
-            module.forward = _as_given  # type: ignore[method-assign]
+            module.forward = _as_given
         yield
     finally:
         for module, mode in modes.items():

@@ -156,7 +156,7 @@ class _Run(TorchDispatchMode):
         division: Division | None = None,
         sequence: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layer, self.parts, self.ranks, self.steps = layer, parts, ranks, steps
         self.division, self.sequence = division, sequence
         self.done: list[OperatorCall] = []
@@ -213,7 +213,7 @@ class _Run(TorchDispatchMode):
                     stack.enter_context(_removed(module.register_forward_hook(self._leave)))
             for path, part in self.parts.items():
                 module = self.layer.get_submodule(path)
-                module.forward = self._of_part(path, module, part)  # type: ignore[method-assign]
+                module.forward = self._of_part(path, module, part)
                 stack.callback(module.__dict__.pop, "forward")
             stack.enter_context(self)
             yield
@@ -461,7 +461,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def sizes(linear: nn.Module) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
-    outputs, inputs = linear.weight.shape  # type: ignore[union-attr, misc]
+    outputs, inputs = linear.weight.shape  # type: ignore[misc]
     return (inputs, outputs) if type(linear).__name__ == "Conv1D" else (outputs, inputs)
 
 

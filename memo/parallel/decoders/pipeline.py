@@ -139,7 +139,10 @@ class DecoderPipeline(nn.Module):
         first = next((stage for stage in self._own_stages if stage.is_first), None)
         last = next((stage for stage in self._own_stages if stage.is_last), None)
         pairs = [
-            (first and first.model.get_parameter(one), last and last.model.get_parameter(other))
+            (
+                None if first is None else first.model.get_parameter(one),
+                None if last is None else last.model.get_parameter(other),
+            )
             for one, other in self._tied.items()
         ]
         return [pair for pair in pairs if any(one is not None and one.requires_grad for one in pair)]

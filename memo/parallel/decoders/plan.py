@@ -258,7 +258,7 @@ class _Rules(TorchDispatchMode):
     """A run of a layer that finds the first linear maps of the residual stream, and the last ones before it joins."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
         self.first: dict[str, None] = {}
         self.last: dict[str, None] = {}
@@ -283,7 +283,7 @@ class _Rules(TorchDispatchMode):
         ]
         try:
             for name, module in linear:
-                module.forward = self._of_linear(name, module)  # type: ignore[method-assign]
+                module.forward = self._of_linear(name, module)
             with torch.no_grad(), self:
                 torch.func.functional_call(self.layer, meta, args, kwargs)
         except Exception as error:
