@@ -119,8 +119,8 @@ def test_dropout_of_a_divided_part_is_refused(mesh: DeviceMesh) -> None:
 
 
 def test_what_is_no_mesh_is_refused() -> None:
-    with pytest.raises(UsageError, match="mesh: None is no DeviceMesh"):
-        memo.parallelize(llama(), None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="mesh: 'cuda' is no DeviceMesh"):
+        memo.parallelize(llama(), "cuda")  # type: ignore[arg-type]
 
 
 def test_a_sequence_that_does_not_divide_is_refused(mesh: DeviceMesh) -> None:
