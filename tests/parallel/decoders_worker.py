@@ -1,4 +1,4 @@
-"""Runs under torchrun: small models of transformers in a layout, against one process; of two ranks with memo.offload, bit for bit.
+"""Runs under torchrun: small models of transformers in a layout, against one process; two ranks also with memo.offload.
 
     decoders_worker.py TP PP DP NAME...
 
