@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group as Group
     from memo.swap.engine.spills import SpillFigures as SpillFigures, SpillOutcome as SpillOutcome
     from memo.swap.engine.tier_choice import WhenFull as WhenFull
+    from memo.swap.kept import keep as keep
     from memo.swap.layers import (
         Layer as Layer,
         LayerHook as LayerHook,

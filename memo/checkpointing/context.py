@@ -224,7 +224,8 @@ class SavedTensors:
             engine.end_layer(self._group, between=False)
         self._is_within, output = True, None
         self._recompute_policy.begin_forwards(layers)
-        group = engine.begin_layer(number, layer.name, args, kwargs, last=is_alone and number == self._last)
+        last = is_alone and number == self._last
+        group = engine.begin_layer(number, layer.name, args, kwargs, last=last, modules=modules)
         try:
             self._recompute_policy.begin(layer, group, args, kwargs)
             output = function(*args, **kwargs)

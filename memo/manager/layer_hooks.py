@@ -114,7 +114,7 @@ class LayerHooks:
             plan_source = source()
             if plan_source is not None:
                 plan_source.before_layer(args, kwargs)
-            group = engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
+            group = engine.begin_layer(position, layer.name, args, kwargs, last=layer.last, modules=(module,))
             self._running.setdefault(position, []).append(group)
             recompute_policy.begin(layer, group, args, kwargs)
 

@@ -40,6 +40,7 @@ from memo.parallel.collectives import (
     sum_out,
 )
 from memo.parallel.gathered_input import begin_enter, enter, gathered_linear, token_dim
+from memo.swap import keep
 
 Group = dist.ProcessGroup
 
@@ -69,7 +70,10 @@ class _Divided(nn.Module):
 
     def _part(self, name: str) -> torch.Tensor | None:
         parameter = getattr(self, name, None)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not isinstance(parameter, DTensor):
+            return parameter
+        # Of a frozen one autograd knows nothing that tells it from an activation, and FSDP frees its memory.
+        return parameter.to_local() if parameter.requires_grad else keep(parameter.to_local())
 
     def _matrix(self) -> torch.Tensor:
         """This rank's weight, (outputs, inputs)."""

@@ -13,7 +13,7 @@ import torch
 
 from memo.swap.kept import is_kept
 from memo.swap.storage_map import StorageMap
-from memo.swap.tensor_kinds import cast_of_parameter, is_sharded, local_part, never_moves
+from memo.swap.tensor_kinds import cast_of_parameter, has_storage, is_sharded, local_part, never_moves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,7 +58,9 @@ class Eligibility:
             if types is None and self.is_complete:
                 return False
             no_cast = types is None or types == {tensor.dtype}
-            if (no_cast and self.is_complete) or not cast_of_parameter(tensor):
+            if no_cast and self.is_complete:
+                return False
+            if not cast_of_parameter(tensor) and (self.is_complete or not _is_of_parameter(storage, group)):
                 return False
         self.known[storage] = STAYS
         return True
@@ -68,3 +70,12 @@ class Eligibility:
         known = self.known.find(ref(storage))
         hold = None if known is None or known is STAYS else known()
         return None if hold is None else hold.saved
+
+
+def _is_of_parameter(storage: torch.UntypedStorage, group: Group) -> bool:
+    """Whether a parameter of the running modules is in this memory now: FSDP gathers sharded ones, and frees it again.
+
+    Of frozen ones autograd knows nothing.
+    """
+    parameters = (one for module in group.modules for one in module.parameters())
+    return any(has_storage(local) and local.untyped_storage() is storage for local in map(local_part, parameters))

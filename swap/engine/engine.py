@@ -37,11 +37,21 @@ from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice, WhenFull
 from memo.swap.generators import leaves_generators
-from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
+from memo.swap.tensor_kinds import (
+    argument_storages,
+    has_hidden_state,
+    has_storage,
+    is_sharded,
+    layer_input,
+    local_part,
+    parameter_behind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
+
+    from torch import nn
 
     from memo.events import TierName as TierName, Tracer
     from memo.kernels import Codec
@@ -254,7 +264,14 @@ class Engine:
 
     @leaves_generators
     def begin_layer(
-        self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
+        self,
+        layer: int,
+        module: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        last: bool,
+        modules: Sequence[nn.Module] = (),
     ) -> Group:
         """Begins a layer's forward: tensors saved from now on belong to the group returned.
 
@@ -264,12 +281,14 @@ class Engine:
             args: its positional arguments; storages of arguments other than the hidden states stay on the device.
             kwargs: its keyword arguments, likewise.
             last: the layer ends its stack, so its copies out wait until another layer follows.
+            modules: that run in it; memory that their parameters have only meanwhile, gathered by FSDP, stays.
         """
         self._telemetry.at_layer_boundary(module)
         with self._lock:
             self._copy_out.layer_begins()
             group = self._layer_calls.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
+            group.modules = modules
             if self.codec is not None:
                 hidden = layer_input(args, kwargs)
                 group.hidden_values = 0 if hidden is None else local_part(hidden).numel()
@@ -294,7 +313,7 @@ class Engine:
             between: another layer of the stack follows; tensors saved until then (a checkpoint's input) join `group`.
         """
         with self._lock:
-            group.external = set()
+            group.external, group.modules = set(), ()
             self._layer_calls.open = group if between else None
             self._spills.layer_ended(group)
             if self._telemetry.trace is not None and group.began is not None:
@@ -431,8 +450,11 @@ class Engine:
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return KeptTensor(tensor)
         local = local_part(tensor)
-        if local is tensor:
+        if local is tensor or parameter_behind(tensor) is not None:
             return KeptTensor(tensor)
+        group = self._layer_calls.open
+        if group is not None and not group.modules and tensor.grad_fn is None:
+            return KeptTensor(tensor)  # perhaps a frozen parameter's, whose memory FSDP frees: nothing here tells
         # Changes of a sharded tensor are counted there and not at its local part.
         packed = self.pack(local.detach(), content_of(tensor))
         if not is_sharded(tensor):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weakref import ref
 
     import torch
+    from torch import nn
 
     from memo.swap.engine.saved_storage import Hold, SavedStorage
     from memo.swap.engine.trace_events import Began
@@ -46,6 +47,7 @@ class Group:
         "key",
         "may_lack_room",
         "module",
+        "modules",
         "nbytes",
         "quota",
         "recomputed_for_room",
@@ -68,6 +70,7 @@ class Group:
         self.nbytes = 0  # of all storages so far
         self.has_ended = False  # the layer's forward
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay
+        self.modules: Sequence[nn.Module] = ()  # that run in it: what their parameters hold at the time stays
         self.hidden_values = 0  # of the hidden states that the layer was called with; counted where a codec is chosen
         self.quota: Quota | None = None  # bytes due to each tier; None: the first tier with room
         self.may_lack_room = False  # tiers and device may be too full for what the call saves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import torch
 import torch.distributed as dist
 from small_models import Stack, assert_equal, ids, plain, stack, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import memo
+from memo.parallel.tensor_parallel import ColumnParallel
+from memo.swap import local_part
 
 ALPHAS = [1.0, 0.0]
 
@@ -162,3 +167,45 @@ def test_compiled_models(how: str, alpha: float) -> None:
         assert manager.stats.packed > 0
     manager.close()
     assert_equal(train(reference, lambda step: reference(ids(step))), train(model, lambda step: model(ids(step))))
+
+
+class Adapted(nn.Module):
+    """A frozen matrix, which autograd saves without a history, and a trained scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear((x * self.scale).relu()) + x
+
+
+@pytest.mark.parametrize(
+    "style", [TorchColwise, functools.partial(ColumnParallel, sequence=False)], ids=["torch", "memo"]
+)
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_frozen_matrices_that_fsdp_gathers_and_frees_never_move(alpha: float, style: Any) -> None:
+    """Divided by tensor parallelism, too, they are DTensors, whose gathered memory was copied while FSDP freed it."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+
+    def run(*, divided: bool, offloaded: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Adapted(), Adapted(), Adapted())
+        for layer in model if divided else ():
+            parallelize_module(layer, mesh["tp"], {"linear": style()})
+            fully_shard(layer, mesh=mesh["dp"])
+        manager = memo.offload(model, alpha=alpha, host="8MiB", min_bytes=1, layers=list(model)) if offloaded else None
+        for _ in range(2):
+            with manager or contextlib.nullcontext():
+                loss = model(torch.ones(4, 64, requires_grad=True)).sum()
+            loss.backward()
+        moved = 0
+        if manager is not None:
+            moved = manager.stats.bytes_host
+            manager.close()
+        return [local_part(layer.scale.grad).clone() for layer in model], moved
+
+    gradients, moved = run(divided=True, offloaded=True)
+    assert all(map(torch.equal, gradients, run(divided=True, offloaded=False)[0]))
+    assert 0 < moved <= run(divided=False, offloaded=True)[1]

@@ -45,6 +45,12 @@ def test_a_pipeline_trains_as_one_process_with_tied_weights_too() -> None:
 
 @pytest.mark.parallel
 @pytest.mark.slow
+def test_frozen_matrices_that_tensor_and_data_parallel_ranks_gather_stay() -> None:
+    assert "equal Qwen3ForCausalLM+lora" in launch(4, "decoders_worker.py", "2", "1", "2", "Qwen3ForCausalLM+lora")
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
 def test_eight_ranks_of_three_dimensions_train_as_one_process() -> None:
     names = ["LlamaForCausalLM", "Qwen3ForCausalLM+lora", "MixtralForCausalLM"]
     said = launch(8, "decoders_worker.py", "2", "2", "2", *names, timeout_s=900)
