@@ -23,8 +23,7 @@ def restart_rank(*, trace: str | Path | None) -> NoReturn:
     """Executes this process's command again, with --resume; what is not closed is lost.
 
     Args:
-        trace: the run's trace, if any; its file gets the number of the restart in its name, as the next one has the former
-            name.
+        trace: the run's trace, if any; renamed to `until-restartN....`, so that the next one does not overwrite it.
     """
     number = int(os.environ.get(RESTARTS, "0")) + 1
     if trace is not None:

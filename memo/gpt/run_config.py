@@ -224,8 +224,8 @@ class RunConfig:
     """Ranks of data, tensor, pipeline and context parallelism."""
     adapt: bool = False
     """With --checkpoint-dir: once the plan has settled, measure steps and links, and restart the ranks in another layout
-    from a checkpoint where that saves a tenth of the time that is left; the flags of the layout are the first one's, and
-    with --resume the checkpoint's (default: the layout stays)."""
+    from a checkpoint where that saves a tenth of the time that is left; the run starts in the layout of the
+    flags, with --resume in the checkpoint's (default: the layout stays)."""
     embedding_exchange: EmbeddingGradients = EmbeddingGradients.DENSE
     """With --dp or --cp: exchange the embedding's gradient dense, as a whole table, or sparse, as the rows of the tokens
     that a rank has seen, for which every rank has the table whole; auto takes the one of fewer bytes (default: the plan's

@@ -9,7 +9,7 @@
     exchange    heads for tokens           <->  tokens for heads
     exchange_rows  rows to their ranks     <->  the rows' gradients back
 
-None of them saves a tensor. They wait for the collective, so results are complete when they return. Exchanges between
+None of them saves a tensor. All but `begin_...` return when the result is complete. Exchanges between
 ranks are declared (`memo.swap.recomputable`), so that layers made of them can be recomputed.
 
 `begin_...` launch the collective and return a function that waits for its result. What the program computes between the

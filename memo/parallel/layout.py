@@ -116,8 +116,8 @@ class Layout:
     sequence_parallel: bool = True
     """With --tp: ranks also divide the tokens, between the matrix products; without it each keeps all of them there."""
     tp_overlap: bool = False
-    """With --tp: each layer runs in two halves, of its sequences or, in the MLP, of one sequence's tokens; collectives of
-    one half run beside the other's compute."""
+    """With --tp: run each layer in two halves, so that collectives of one overlap with compute of the other (halves of the
+    sequences; of one sequence, of the MLP's tokens)."""
     stage_layers: Annotated[tuple[int, ...], {"type": parse_layer_counts, "metavar": "N,N,..."}] = ()
     """With --pp: numbers of layers of the stages, in their order; of an interleaved --schedule of all its runs of layers
     (default: equal ones)."""
