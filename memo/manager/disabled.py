@@ -50,6 +50,14 @@ class DisabledManager(Manager):
         """Always None."""
         return None
 
+    @property
+    def has_settled(self) -> bool:
+        """True."""
+        return True
+
+    def note(self, cause: str, message: str) -> None:
+        """Does nothing."""
+
     def __enter__(self) -> Manager:
         return self
 
