@@ -66,10 +66,18 @@ class _SharedGather:
         return whole
 
 
-# Gathered storage -> (its gather, its shard). Weak, since nothing that is saved may hold the gathered tensor.
-_gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[_SharedGather, torch.Tensor]] = (
+# Gathered storage -> (its gather, its shard, its version). Weak, since nothing that is saved may hold the gathered tensor.
+_gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[_SharedGather, torch.Tensor, int]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _gather_of(x: torch.Tensor) -> tuple[_SharedGather, torch.Tensor] | None:
+    """The gather that gave all of `x` in this order, and its shard; None for another tensor, or one written to since."""
+    found = _gathered.get(x.untyped_storage()) if torch.is_grad_enabled() else None
+    if found is None or found[2] != x._version or not x.is_contiguous() or x.nbytes != x.untyped_storage().nbytes():
+        return None
+    return found[:2]
 
 
 def enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
@@ -78,7 +86,7 @@ def enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
         return copy_in(x, group)
     x = _as_read(x)
     whole = gather(x, group, token_dim(x))
-    _gathered[whole.untyped_storage()] = (_SharedGather(group, token_dim(x)), x.detach())
+    _gathered[whole.untyped_storage()] = (_SharedGather(group, token_dim(x)), x.detach(), whole._version)
     return whole
 
 
@@ -91,7 +99,8 @@ def begin_enter(x: torch.Tensor, group: Group, *, sequence: bool) -> Pending:
 
     def entered() -> torch.Tensor:
         whole = gathered()
-        _gathered[whole.untyped_storage()] = (_SharedGather(group, token_dim(x), overlaps=True), x.detach())
+        gathering = _SharedGather(group, token_dim(x), overlaps=True)
+        _gathered[whole.untyped_storage()] = (gathering, x.detach(), whole._version)
         return whole
 
     return entered
@@ -109,8 +118,8 @@ def kept_for(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], to
     For an `x` that `Entry` gathered it is the shard, and restoring gathers again, once for all its projections. Otherwise
     `x` itself.
     """
-    found = _gathered.get(x.untyped_storage())
-    if found is None or not torch.is_grad_enabled():
+    found = _gather_of(x)
+    if found is None:
         return x, lambda kept: kept
     gathering, shard = found
     gathering.consumers += 1
@@ -151,8 +160,8 @@ class _LinearOfGathered(torch.autograd.Function):
 
 def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """F.linear, which saves the shard of a gathered `x` (..., inputs); `weight` is (outputs, inputs)."""
-    found = _gathered.get(x.untyped_storage())
-    if found is None or not torch.is_grad_enabled():
+    found = _gather_of(x)
+    if found is None:
         return F.linear(x, weight, bias)
     gathering, shard = found
     gathering.consumers += weight.requires_grad
