@@ -62,77 +62,23 @@ class OperatorCall:
 
 # What operators do with a divided dimension
 
-_SAME_SHAPE = frozenset(
-    [
-        "clone",
-        "_to_copy",
-        "detach",
-        "alias",
-        "lift_fresh",
-        "copy_",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "view_as_real",
-        "view_as_complex",
-        "constant_pad_nd",
-        "masked_fill",
-        "masked_fill_",
-    ]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAME_SHAPE = _names(
+    "clone _to_copy detach alias lift_fresh copy_ zeros_like ones_like full_like empty_like view_as_real "
+    "view_as_complex constant_pad_nd masked_fill masked_fill_"
 )
-_MADE_FULL = frozenset(
-    ["zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor"]
+_MADE_FULL = _names("zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor")
+_VIEWS = _names("view _unsafe_view reshape _reshape_alias")
+_MOVES = _names("transpose t permute unsqueeze squeeze expand slice select split split_with_sizes unbind cat stack")
+_ALONG = _names(
+    "mean sum amax amin _softmax _log_softmax _safe_softmax logsumexp var std cumsum topk sort argsort max min "
+    "any all prod native_layer_norm _fused_rms_norm linalg_vector_norm flip roll argmax glu"
 )
-_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
-_MOVES = frozenset(
-    [
-        "transpose",
-        "t",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "cat",
-        "stack",
-    ]
-)
-_ALONG = frozenset(
-    [
-        "mean",
-        "sum",
-        "amax",
-        "amin",
-        "_softmax",
-        "_log_softmax",
-        "_safe_softmax",
-        "logsumexp",
-        "var",
-        "std",
-        "cumsum",
-        "topk",
-        "sort",
-        "argsort",
-        "max",
-        "min",
-        "any",
-        "all",
-        "prod",
-        "native_layer_norm",
-        "_fused_rms_norm",
-        "linalg_vector_norm",
-        "flip",
-        "roll",
-        "argmax",
-        "glu",
-    ]
-)
-_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm"])
+_PRODUCTS = _names("mm bmm addmm baddbmm")
 
 
 def kept_pieces(
@@ -279,8 +225,7 @@ def _through_move(
         if len(moved) > 1 or out_dims[0] not in moved or (name == "cat" and dim in moved):
             raise NotDivisible(f"{name} joins parts with wholes")
         return pieces
-    if first.dim is None:
-        raise NotDivisible(f"{name} makes a part of what is whole")
+    assert first.dim is not None
     if name in ("slice", "select", "split", "split_with_sizes", "unbind"):
         dim = at(named.get("dim", 0))
         if dim == first.dim:
@@ -291,9 +236,7 @@ def _through_move(
             if not equal or len(out_dims) != pieces or any(out != dim for out in out_dims):
                 raise NotDivisible(f"{name} takes apart a divided dimension")
             return 1
-        if name == "select" and whole.settings != step.settings:
-            raise NotDivisible(f"{name} has other numbers than on one rank")
-        if name == "slice" and whole.settings != step.settings:
+        if name in ("select", "slice") and whole.settings != step.settings:
             raise NotDivisible(f"{name} has other numbers than on one rank")
         after = first.dim - (name in ("select", "unbind") and dim < first.dim)
     elif name in ("transpose", "t"):
