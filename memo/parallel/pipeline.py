@@ -126,8 +126,7 @@ class _Stage(PipelineStage):
 
 def check_torch(schedule: PipelineSchedule) -> None:
     """Raises UsageError where this torch cannot run the schedule."""
-    splits = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
-    if splits and torch.__version__ < _SPLITS_SINCE:
+    if schedule.splits_backward and torch.__version__ < _SPLITS_SINCE:
         raise UsageError(
             f"--schedule {schedule} needs torch {_SPLITS_SINCE}; {torch.__version__} cannot split a backward that goes "
             f"through functions written in Python; use interleaved-1f1b"

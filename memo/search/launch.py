@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from memo.search.candidates import Candidate
     from memo.search.request import Request
 
-_FINETUNES = (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
 PORT = 29500
 """Port of the first node, where torchrun's processes meet."""
 
@@ -69,13 +68,14 @@ def why_not_finetuned(request: Request, candidate: Candidate) -> str | None:
     if request.optimizer is not Optimizer.ADAMW or request.recompute is not None or request.optimizer_offload:
         return "examples/finetune_hf.py has AdamW on the device, and plans its own recompute"
     if not runs_under_parallelize(candidate):
-        return f"memo.parallelize has ZeRO 3 over all data-parallel ranks, no --cp, and of schedules {', '.join(_FINETUNES)}"
+        schedules = ", ".join(one for one in PipelineSchedule if not one.splits_backward)
+        return f"memo.parallelize has ZeRO 3 over all data-parallel ranks, no --cp, and of schedules {schedules}"
     return None
 
 
 def runs_under_parallelize(candidate: Candidate) -> bool:
     """Whether `memo.parallelize` divides a model of transformers as the candidate does."""
-    scheduled = candidate.shape.pp == 1 or (candidate.schedule in _FINETUNES and candidate.chunks <= 2)
+    scheduled = candidate.shape.pp == 1 or (not candidate.schedule.splits_backward and candidate.chunks <= 2)
     return candidate.is_fully_sharded and candidate.shape.cp == 1 and scheduled
 
 

@@ -32,6 +32,11 @@ class PipelineSchedule(enum.StrEnum):
         """Number of chunks of each rank, where none is asked for."""
         return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
 
+    @property
+    def splits_backward(self) -> bool:
+        """True where gradients of inputs and of weights are turns of their own."""
+        return self in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
+
     def reason_not_chunks(self, chunks: int) -> str | None:
         """Reason why ranks cannot have so many chunks, as the end of a sentence about the number; None if they can."""
         if self in (PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE):

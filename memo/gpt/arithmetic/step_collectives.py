@@ -456,7 +456,7 @@ class StepCollectives:
                 experts=self._with_experts(sum(counts[:place]), counts[place]),
                 is_first=place == 0,
                 is_last=place == last,
-                splits=place > 0 and schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V),
+                splits=place > 0 and schedule.splits_backward,
                 receives=place > 0 and rank_of[place - 1] != stage,
                 sends=place < last and rank_of[place + 1] != stage,
             )

@@ -20,7 +20,7 @@ from memo.swap import find_layers
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SCHEDULES = (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
+_SCHEDULES = [schedule for schedule in PipelineSchedule if not schedule.splits_backward]
 
 
 def parallelize(
