@@ -98,7 +98,7 @@ class Normed(nn.Module):
 def found(between: nn.Module) -> Division:
     layer = Block(between)
     call = ((torch.empty(1, 32, 16, device="meta"),), {})
-    return divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True).division
+    return divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True)
 
 
 def test_a_residual_mlp_is_divided_by_its_outputs_and_inputs() -> None:
@@ -147,7 +147,7 @@ def test_a_gradient_that_ranks_would_count_twice_moves_the_boundary() -> None:
     layer = Block(nn.GELU())
     layer.mlp = Shared()  # type: ignore[assignment]
     call = ((torch.empty(1, 32, 16, device="meta"),), {})
-    division = divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True).division
+    division = divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True)
     assert division.boundaries["mlp.up"] is Boundary.ENTRY
 
 

@@ -68,6 +68,8 @@ class Division:
     """Module to its attributes that are proportional to the heads."""
     summed: frozenset[str] = frozenset()
     """Replicated parameters whose gradient is summed over the ranks."""
+    whole: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Modules of the layer that stay whole, to the reason."""
 
 
 def run_wide(

@@ -50,15 +50,6 @@ _MOST_SCALED = 2
 """Attributes of a module that are scaled together."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDivision:
-    """Division of a layer, and what stays whole in it."""
-
-    division: Division
-    whole: Mapping[str, str]
-    """Module of the layer to the reason."""
-
-
 def planned_parts(layer: nn.Module, path: str, plan: Mapping[str, str]) -> dict[str, DividedModule]:
     """Parts of a layer by the plan of its configuration.
 
@@ -120,7 +111,7 @@ def ruled_parts(layer: nn.Module, call: Call) -> dict[str, DividedModule]:
 
 def divide(
     layer: nn.Module, call: Call, parts: Mapping[str, DividedModule], *, ranks: int, sequence: bool, ruled: bool
-) -> LayerDivision:
+) -> Division:
     """Finds how the parts of a layer are divided.
 
     Args:
@@ -141,14 +132,13 @@ def divide(
         if sequence and any(p.dim() > 1 for p in child.parameters()) and not _within(name, blocks.get("", ()))
     }
     found = Division(parts={}, boundaries=dict(around))
-    whole: dict[str, str] = {}
     for block, own in blocks.items():
         try:
             one = _divided_block(layer, call, block, own, around, ranks=ranks, sequence=sequence, ruled=ruled)
         except DividedDropout:
             raise
         except NotDivisible as error:
-            whole[block or ", ".join(own)] = str(error)
+            found.whole[block or ", ".join(own)] = str(error)
             continue
         found.parts |= one.parts
         found.scaled |= one.scaled
@@ -156,10 +146,10 @@ def divide(
             found.boundaries.pop(block, None)
         found.boundaries |= {name: kind for name, kind in one.boundaries.items() if name not in around or name == block}
     if not found.parts:
-        raise NotDivisible(next(iter(whole.values()), "no module of it is divided by its plan or the two rules"))
+        raise NotDivisible(next(iter(found.whole.values()), "no module of it is divided by its plan or the two rules"))
     steps = run_wide(layer, call, found.parts, found.scaled, ranks=ranks)
     found.summed = check(layer, call, found, steps, ranks=ranks, sequence=sequence)
-    return LayerDivision(division=found, whole=whole)
+    return found
 
 
 def _blocks(parts: Mapping[str, DividedModule]) -> dict[str, dict[str, DividedModule]]:

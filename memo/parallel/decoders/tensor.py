@@ -108,8 +108,8 @@ def find_divisions(
                     f"{kind} cannot be divided over {ranks} ranks: {error}{other}, or divide it with torch's "
                     f"parallelize_module"
                 ) from error
-            _check_torch(kind, division.division)
-            found[one.layer] = division.division
+            _check_torch(kind, division)
+            found[one.layer] = division
             whole |= {f"{name} of {kind}": reason for name, reason in division.whole.items()}
     for name, reason in whole.items():
         warn_user(f"memo.parallelize: {name} stays whole on every rank: {reason}")
