@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from memo.errors import UsageError
-from memo.parallel.decoders.dataflow import first_hidden, tensors_of, with_hidden
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from memo.parallel.decoders.dataflow import Call, first_hidden, meta_tensors, tensors_of, with_hidden
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +62,9 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
     Raises:
         UsageError: it does not run without data, or a layer is given a tensor with a gradient beside its hidden states.
     """
-    meta: dict[str, torch.Tensor] = {}
+    meta = meta_tensors(model)
     for name, parameter in model.named_parameters():
-        meta[name] = torch.empty_like(parameter, device="meta").requires_grad_(parameter.is_floating_point())
-    meta |= {name: torch.empty_like(buffer, device="meta") for name, buffer in model.named_buffers()}
+        meta[name].requires_grad_(parameter.is_floating_point())
     found: list[LayerCall] = []
     given: list[tuple[Any, Any]] = []
     results: list[Any] = []
@@ -137,12 +134,6 @@ def outside_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Mo
 
     visit(model)
     return list(dict.fromkeys(found))
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 @contextlib.contextmanager

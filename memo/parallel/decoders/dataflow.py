@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from torch import nn
 
 from memo.parallel.decoders.operators import Flow, NotDivisible, OperatorCall, Shape, State, kept_pieces
 from memo.torch_private import TorchDispatchMode
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a module."""
 
 
 class Kind(enum.Enum):
@@ -74,7 +78,7 @@ class Division:
 
 def run_wide(
     layer: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    call: Call,
     parts: Mapping[str, DividedModule],
     scaled: Mapping[str, Sequence[str]],
     *,
@@ -89,7 +93,7 @@ def run_wide(
 
 def check(
     layer: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    call: Call,
     division: Division,
     steps: list[OperatorCall],
     *,
@@ -168,15 +172,12 @@ class _Run(TorchDispatchMode):
         self._views: dict[int, list[torch.Tensor]] = {}
         self._paused = False
 
-    def forward(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def forward(self, call: Call) -> Any:
         """Runs the layer on meta tensors; the output's first tensor must be as the input is."""
         args, kwargs = call
-        meta = {name: torch.empty_like(p, device="meta") for name, p in self.layer.named_parameters()}
-        meta |= {name: torch.empty_like(b, device="meta") for name, b in self.layer.named_buffers()}
-        parameters = {name for name, _ in self.layer.named_parameters()}
-        for name, tensor in meta.items():
-            if name in parameters:
-                self._note(tensor, State(Flow.WEIGHT, roots=frozenset({name})))
+        meta = meta_tensors(self.layer)
+        for name, _ in self.layer.named_parameters():
+            self._note(meta[name], State(Flow.WEIGHT, roots=frozenset({name})))
         hidden = first_hidden(args, kwargs)
         if self.sequence and self.steps is not None:
             own = hidden.new_empty(hidden.shape[0], hidden.shape[1] // self.ranks, *hidden.shape[2:])
@@ -456,6 +457,12 @@ def _removed(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
+def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers without data, by their names."""
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: torch.empty_like(value, device="meta") for name, value in named}
+
+
 def is_linear(module: nn.Module) -> bool:
     """True for a linear map of torch or of GPT-2, and none that wraps one."""
     return type(module).__name__ in ("Linear", "Conv1D") and not any(True for _ in module.children())
@@ -473,7 +480,7 @@ def first_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Call:
     """Returns the arguments with other hidden states."""
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": hidden}

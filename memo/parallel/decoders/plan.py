@@ -20,20 +20,20 @@ from torch import nn
 
 from memo.parallel.decoders.dataflow import (
     Boundary,
+    Call,
     DividedModule,
     Division,
     Kind,
     check,
     first_hidden,
     is_linear,
+    meta_tensors,
     run_wide,
     sizes,
     tensors_of,
 )
 from memo.parallel.decoders.operators import DividedDropout, NotDivisible
 from memo.torch_private import TorchDispatchMode
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _STYLES = {
     "colwise": DividedModule(kind=Kind.COLUMN),
@@ -260,8 +260,6 @@ class _Rules(TorchDispatchMode):
 
     def forward(self, call: Call) -> None:
         args, kwargs = call
-        meta = {name: torch.empty_like(p, device="meta") for name, p in self.layer.named_parameters()}
-        meta |= {name: torch.empty_like(b, device="meta") for name, b in self.layer.named_buffers()}
         hidden = first_hidden(args, kwargs)
         self._note(hidden, frozenset())
         self._shape = (hidden.shape[-1], hidden.numel())
@@ -275,7 +273,7 @@ class _Rules(TorchDispatchMode):
             for name, module in linear:
                 module.forward = self._of_linear(name, module)
             with torch.no_grad(), self:
-                torch.func.functional_call(self.layer, meta, args, kwargs)
+                torch.func.functional_call(self.layer, meta_tensors(self.layer), args, kwargs)
         except Exception as error:
             raise NotDivisible(f"it does not run without data: {type(error).__name__}") from error
         finally:

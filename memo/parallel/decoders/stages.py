@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from memo.errors import UsageError
-from memo.parallel.decoders.calls import ForwardCalls, named_tensors, outside_modules, tracing
-from memo.parallel.decoders.dataflow import first_hidden
+from memo.parallel.decoders.calls import ForwardCalls, outside_modules, tracing
+from memo.parallel.decoders.dataflow import first_hidden, meta_tensors
 
 
 def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls, stages: int) -> None:
@@ -64,11 +64,11 @@ def check_runs(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCall
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device="meta")
     for own in stages:
         stage = DecoderStage(model, layers, calls, own)
-        meta = {name: torch.empty_like(value, device="meta") for name, value in named_tensors(stage)}
         batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
         try:
             with tracing(stage):
-                made = torch.func.functional_call(stage, meta, (torch.empty_like(hidden, device="meta"),), batch)
+                given = (torch.empty_like(hidden, device="meta"),)
+                made = torch.func.functional_call(stage, meta_tensors(stage), given, batch)
         except Exception as error:
             raise UsageError(
                 f"{type(model).__name__} does not run with only some of its layers: {type(error).__name__}: "
