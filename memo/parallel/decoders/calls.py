@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memo.errors import UsageError
-from memo.parallel.decoders.dataflow import Call, first_hidden, meta_tensors, tensors_of, with_hidden
+from memo.parallel.decoders.dataflow import Call, first_hidden, first_output, meta_tensors, tensors_of, with_hidden
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
                 returns_tuple=not isinstance(output, torch.Tensor),
             )
         )
-        results.append(output if isinstance(output, torch.Tensor) else output[0])
+        results.append(first_output(output))
 
     outside: list[OutsideCall] = []
 

@@ -192,7 +192,7 @@ class _Run(TorchDispatchMode):
         return output
 
     def _check_outputs(self, output: Any, own: torch.Tensor, whole: torch.Size) -> None:
-        found = output if isinstance(output, torch.Tensor) else output[0]
+        found = first_output(output)
         if self.steps is None:
             return
         if found.shape != own.shape or self._states.get(id(found), State()).flow is not (
@@ -211,9 +211,9 @@ class _Run(TorchDispatchMode):
         with contextlib.ExitStack() as stack:
             for path, boundary in boundaries.items():
                 module = self.layer.get_submodule(path)
-                stack.enter_context(_removed(module.register_forward_pre_hook(self._enter(boundary), with_kwargs=True)))
+                stack.callback(module.register_forward_pre_hook(self._enter(boundary), with_kwargs=True).remove)
                 if boundary is Boundary.WHOLE and self.sequence:
-                    stack.enter_context(_removed(module.register_forward_hook(self._leave)))
+                    stack.callback(module.register_forward_hook(self._leave).remove)
             for path, part in self.parts.items():
                 module = self.layer.get_submodule(path)
                 module.forward = self._of_part(path, module, part)
@@ -243,13 +243,12 @@ class _Run(TorchDispatchMode):
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        found = output if isinstance(output, torch.Tensor) else output[0]
+        found = first_output(output)
         if self._state(found).flow is not Flow.SAME or found.dim() < 3:
             raise NotDivisible(f"what leaves {type(module).__name__} is {self._state(found).flow.name}")
         shape = list(found.shape)
         shape[-2] //= self.ranks
-        made = self._made(shape, found, State(Flow.OWN, dim=len(shape) - 2))
-        return made if isinstance(output, torch.Tensor) else (made, *output[1:])
+        return with_first_output(output, self._made(shape, found, State(Flow.OWN, dim=len(shape) - 2)))
 
     # Divided modules
 
@@ -449,14 +448,6 @@ def scattering(division: Division) -> set[str]:
     }
 
 
-@contextlib.contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers without data, by their names."""
     named = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -485,6 +476,17 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> C
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": hidden}
     return (hidden, *args[1:]), kwargs
+
+
+def first_output(output: Any) -> torch.Tensor:
+    """The first tensor that a module returns."""
+    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return found
+
+
+def with_first_output(output: Any, first: torch.Tensor) -> Any:
+    """Returns what a module does, with another first tensor."""
+    return first if isinstance(output, torch.Tensor) else (first, *output[1:])
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -28,7 +28,9 @@ from memo.parallel.decoders.dataflow import (
     Division,
     Kind,
     first_hidden,
+    first_output,
     scattering,
+    with_first_output,
     with_hidden,
 )
 from memo.parallel.decoders.operators import NotDivisible
@@ -254,7 +256,7 @@ def _own_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _gathers_tokens(group: dist.ProcessGroup) -> Callable[..., Any]:
-    return lambda _, __, output: _of_first(output, lambda x: join(x, group, 1))
+    return lambda _, __, output: with_first_output(output, join(first_output(output), group, 1))
 
 
 def _gathers_input(group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -266,9 +268,8 @@ def _gathers_input(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _divides_output(group: dist.ProcessGroup) -> Callable[..., Any]:
-    return lambda _, __, output: _of_first(output, lambda x: split(x, group, x.ndim - 2))
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        first = first_output(output)
+        return with_first_output(output, split(first, group, first.ndim - 2))
 
-
-def _of_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a module returns, with its first tensor changed."""
-    return change(output) if isinstance(output, torch.Tensor) else (change(output[0]), *output[1:])
+    return hook
