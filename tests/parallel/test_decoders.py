@@ -19,7 +19,7 @@ import memo
 from memo.errors import UsageError
 from memo.parallel.decoders.dataflow import Boundary, DividedModule, Division, Kind, check, run_wide
 from memo.parallel.decoders.operators import NotDivisible
-from memo.parallel.decoders.plan import divide, ruled_parts
+from memo.parallel.decoders.plan import divide, parts_by_rules
 from memo.parallel.decoders.stages import balanced
 
 PLANNED = ["MixtralForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"]
@@ -98,7 +98,7 @@ class Normed(nn.Module):
 def found(between: nn.Module) -> Division:
     layer = Block(between)
     call = ((torch.empty(1, 32, 16, device="meta"),), {})
-    return divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True)
+    return divide(layer, call, parts_by_rules(layer, call), ranks=2, sequence=False, by_rules=True)
 
 
 def test_a_residual_mlp_is_divided_by_its_outputs_and_inputs() -> None:
@@ -147,7 +147,7 @@ def test_a_gradient_that_ranks_would_count_twice_moves_the_boundary() -> None:
     layer = Block(nn.GELU())
     layer.mlp = Shared()  # type: ignore[assignment]
     call = ((torch.empty(1, 32, 16, device="meta"),), {})
-    division = divide(layer, call, ruled_parts(layer, call), ranks=2, sequence=False, ruled=True)
+    division = divide(layer, call, parts_by_rules(layer, call), ranks=2, sequence=False, by_rules=True)
     assert division.boundaries["mlp.up"] is Boundary.ENTRY
 
 

@@ -21,7 +21,7 @@ class LayerCall:
 
     layer: nn.Module
     call: Call
-    follows: bool
+    takes_previous_output: bool
     """Its hidden states are what the layer before gave, unchanged."""
     returns_tuple: bool
 
@@ -39,8 +39,8 @@ class OutsideCall:
     module: nn.Module
     layers_before: int
     """Calls of layers before it."""
-    given: torch.Size
-    made: torch.Size
+    input_shape: torch.Size
+    output_shape: torch.Size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
             LayerCall(
                 layer=module,
                 call=call,
-                follows=bool(results) and hidden is results[-1],
+                takes_previous_output=bool(results) and hidden is results[-1],
                 returns_tuple=not isinstance(output, torch.Tensor),
             )
         )
@@ -90,10 +90,12 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
 
     outside: list[OutsideCall] = []
 
-    def beside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_outside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x, y = tensors_of((args, kwargs))[:1], tensors_of(output)[:1]
         if x and y:
-            outside.append(OutsideCall(module=module, layers_before=len(found), given=x[0].shape, made=y[0].shape))
+            outside.append(
+                OutsideCall(module=module, layers_before=len(found), input_shape=x[0].shape, output_shape=y[0].shape)
+            )
 
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     accepted = inspect.signature(model.forward).parameters
@@ -106,7 +108,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(after).remove)
         for module in outside_modules(model, layers):
-            stack.callback(module.register_forward_hook(beside, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after_outside, with_kwargs=True).remove)
         try:
             torch.func.functional_call(model, meta, (), batch)
         except UsageError:

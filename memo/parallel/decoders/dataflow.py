@@ -1,18 +1,18 @@
 """Dataflow of a layer whose matrices are divided: the proof, without data, that it computes what the whole layer does.
 
-A layer runs twice on the meta device: as it is, which is one rank's part of a layer with so many times the heads and columns
-as there are ranks, and as this wider layer. Both runs must be the same operators; a dimension in which their sizes differ by
-the number of ranks is divided, and the ranks must divide its size in the layer. Each operator that sees such a dimension
-must be one that keeps it: elementwise, a batch dimension of a product, a view of whole blocks. None may reduce, mix or index
-it, which only row-parallel matrices do. Beside that each tensor has a flow, which says what its gradient is on a rank:
+The layer runs twice on the meta device: unchanged, and as a wider layer with `ranks` times the heads and columns, of which
+the unchanged layer is one rank's part. Both runs must be the same operators; a dimension in which their sizes differ by the
+number of ranks is divided, and the ranks must divide its size in the layer. Each operator that sees such a dimension must be
+one that keeps it: elementwise, a batch dimension of a product, a view of whole blocks. None may reduce, mix or index it,
+which only row-parallel matrices do. Beside that each tensor has a flow, which says what its gradient is on a rank:
 
-    CONSTANT   none                        WEIGHT    of replicated parameters alone
-    SAME       whole, on every rank        PARTIAL   values of every rank are equal, gradients are to be summed
-    OWN        of this rank's part
+    CONSTANT     none                      WEIGHT    of replicated parameters alone
+    REPLICATED   whole, on every rank      PARTIAL   values of every rank are equal, gradients are to be summed
+    SHARDED      of this rank's part
 
-SAME becomes PARTIAL where a module enters (memo.parallel.Entry), PARTIAL becomes OWN in a column-parallel matrix, and OWN
-becomes SAME in a row-parallel one. Nothing else may mix SAME with the other two. A parameter that meets PARTIAL or OWN has
-its gradient summed.
+REPLICATED becomes PARTIAL where a module enters (memo.parallel.Entry), PARTIAL becomes SHARDED in a column-parallel matrix,
+and SHARDED becomes REPLICATED in a row-parallel one. Nothing else may mix REPLICATED with the other two. A parameter that
+meets PARTIAL or SHARDED has its gradient summed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DividedModule:
     """Projections fused in a COLUMN one."""
     whole_outside: bool = False
     """A COLUMN one gathers its outputs, a ROW one takes its part of whole inputs."""
-    tables: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Parameter of EXPERTS to the dimension that is divided, and the pieces fused along it."""
 
 
@@ -181,10 +181,10 @@ class _Run(TorchDispatchMode):
         hidden = first_hidden(args, kwargs)
         if self.sequence and self.steps is not None:
             own = hidden.new_empty(hidden.shape[0], hidden.shape[1] // self.ranks, *hidden.shape[2:])
-            self._note(own, State(Flow.OWN, dim=1))
+            self._note(own, State(Flow.SHARDED, dim=1))
         else:
             own = hidden.new_empty(hidden.shape)
-            self._note(own, State(Flow.SAME))
+            self._note(own, State(Flow.REPLICATED))
         args, kwargs = with_hidden(args, kwargs, own)
         with self._patched(), torch.no_grad():
             output = torch.func.functional_call(self.layer, meta, args, kwargs)
@@ -196,12 +196,12 @@ class _Run(TorchDispatchMode):
         if self.steps is None:
             return
         if found.shape != own.shape or self._states.get(id(found), State()).flow is not (
-            Flow.OWN if self.sequence else Flow.SAME
+            Flow.SHARDED if self.sequence else Flow.REPLICATED
         ):
             raise NotDivisible("its output is not summed over the ranks")
         if not isinstance(output, torch.Tensor):
             for other in output[1:]:
-                if isinstance(other, torch.Tensor) and self._state(other).flow in (Flow.PARTIAL, Flow.OWN):
+                if isinstance(other, torch.Tensor) and self._state(other).flow in (Flow.PARTIAL, Flow.SHARDED):
                     raise NotDivisible("a second output of the layer is a part")
 
     @contextlib.contextmanager
@@ -227,28 +227,28 @@ class _Run(TorchDispatchMode):
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = first_hidden(args, kwargs)
             state = self._state(x)
-            sharded = self.sequence and state.flow is Flow.OWN
+            sharded = self.sequence and state.flow is Flow.SHARDED
             if boundary is Boundary.WHOLE and not self.sequence:
                 return None
-            if not sharded and state.flow is not Flow.SAME:
+            if not sharded and state.flow is not Flow.REPLICATED:
                 raise NotDivisible(f"what enters {type(module).__name__} is {state.flow.name}")
             if sharded and state.dim != x.dim() - 2:
                 raise NotDivisible("tokens are not the last dimension but one")
             shape = list(x.shape)
             if sharded:
                 shape[-2] *= self.ranks
-            flow = Flow.SAME if boundary is Boundary.WHOLE else Flow.PARTIAL
+            flow = Flow.REPLICATED if boundary is Boundary.WHOLE else Flow.PARTIAL
             return with_hidden(args, kwargs, self._made(shape, x, State(flow)))
 
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         found = first_output(output)
-        if self._state(found).flow is not Flow.SAME or found.dim() < 3:
+        if self._state(found).flow is not Flow.REPLICATED or found.dim() < 3:
             raise NotDivisible(f"what leaves {type(module).__name__} is {self._state(found).flow.name}")
         shape = list(found.shape)
         shape[-2] //= self.ranks
-        return with_first_output(output, self._made(shape, found, State(Flow.OWN, dim=len(shape) - 2)))
+        return with_first_output(output, self._made(shape, found, State(Flow.SHARDED, dim=len(shape) - 2)))
 
     # Divided modules
 
@@ -262,9 +262,9 @@ class _Run(TorchDispatchMode):
 
     def _experts(self, path: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         for given in (x, *(one for one in rest if isinstance(one, torch.Tensor))):
-            if self._state(given).flow not in (Flow.SAME, Flow.CONSTANT):
+            if self._state(given).flow not in (Flow.REPLICATED, Flow.CONSTANT):
                 raise NotDivisible(f"the experts {path} are given {self._state(given).flow.name}")
-        return self._done(path, x, list(x.shape), State(Flow.SAME))
+        return self._done(path, x, list(x.shape), State(Flow.REPLICATED))
 
     def _linear(self, path: str, module: nn.Module, part: DividedModule, x: torch.Tensor) -> torch.Tensor:
         outputs, inputs = sizes(module)
@@ -279,19 +279,19 @@ class _Run(TorchDispatchMode):
             if outputs % (self.ranks * part.pieces):
                 raise NotDivisible(f"{self.ranks} ranks do not divide the {outputs} outputs of {path}")
             if part.whole_outside:
-                return self._done(path, x, shape, State(Flow.SAME))
-            return self._done(path, x, shape, State(Flow.OWN, len(shape) - 1, part.pieces))
+                return self._done(path, x, shape, State(Flow.REPLICATED))
+            return self._done(path, x, shape, State(Flow.SHARDED, len(shape) - 1, part.pieces))
         if inputs % self.ranks or x.shape[-1] != inputs:
             raise NotDivisible(f"{self.ranks} ranks do not divide the {inputs} inputs of {path}")
         if part.whole_outside:
-            if state.flow is not Flow.SAME or state.dim is not None:
+            if state.flow is not Flow.REPLICATED or state.dim is not None:
                 raise NotDivisible(f"{path} is given {state.flow.name}")
-        elif state.flow is not Flow.OWN or state.dim != x.dim() - 1 or state.pieces != 1:
+        elif state.flow is not Flow.SHARDED or state.dim != x.dim() - 1 or state.pieces != 1:
             raise NotDivisible(f"{path} is given {state.flow.name}")
         if self.sequence and path in self._scattering:
             shape[-2] //= self.ranks
-            return self._done(path, x, shape, State(Flow.OWN, len(shape) - 2))
-        return self._done(path, x, shape, State(Flow.SAME))
+            return self._done(path, x, shape, State(Flow.SHARDED, len(shape) - 2))
+        return self._done(path, x, shape, State(Flow.REPLICATED))
 
     @property
     def _scattering(self) -> set[str]:
@@ -395,7 +395,7 @@ class _Run(TorchDispatchMode):
         for other in self._views.get(id(x if x._base is None else x._base), ()):
             before = self._state(other)
             flows = {before.flow, flow} - {Flow.CONSTANT}
-            if (not flows <= {Flow.PARTIAL, Flow.OWN} and len(flows) > 1) or Flow.WEIGHT in flows:
+            if (not flows <= {Flow.PARTIAL, Flow.SHARDED} and len(flows) > 1) or Flow.WEIGHT in flows:
                 raise NotDivisible(f"{name} writes into a tensor with another gradient")
             self._states[id(other)] = dataclasses.replace(before, flow=max(flows, default=Flow.CONSTANT))
 
@@ -417,16 +417,16 @@ class _Run(TorchDispatchMode):
                 raise NotDivisible(f"{name} divides a parameter")
             return Flow.WEIGHT, roots
         flows -= {Flow.WEIGHT}
-        if Flow.SAME in flows and len(flows) > 1:
+        if Flow.REPLICATED in flows and len(flows) > 1:
             raise NotDivisible(f"{name} mixes what is whole with parts of ranks")
         divided = any(dim is not None for dim in (*dims, *out_dims))
-        flow = Flow.SAME if flows == {Flow.SAME} else Flow.OWN if Flow.OWN in flows else Flow.PARTIAL
+        flow = max(flows)
         if flow is Flow.PARTIAL and divided:
-            flow = Flow.OWN
-        if flow is Flow.SAME and divided:
+            flow = Flow.SHARDED
+        if flow is Flow.REPLICATED and divided:
             raise NotDivisible(f"{name} divides what is whole")
         for root in roots:
-            self.uses.setdefault(root, set()).add(flow is not Flow.SAME)
+            self.uses.setdefault(root, set()).add(flow is not Flow.REPLICATED)
         return flow, frozenset()
 
     def _note(self, x: torch.Tensor, state: State) -> None:

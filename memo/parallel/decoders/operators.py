@@ -33,9 +33,9 @@ class Flow(enum.IntEnum):
 
     CONSTANT = 0
     WEIGHT = 1
-    SAME = 2
+    REPLICATED = 2
     PARTIAL = 3
-    OWN = 4
+    SHARDED = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def planned_parts(layer: nn.Module, path: str, plan: Mapping[str, str]) -> dict[
             tables = {own: style_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False)}
             if tables and all(one in _TABLES for one in tables.values()):
                 named = {own: _TABLES[one] for own, one in tables.items() if one is not None}
-                found[name] = DividedModule(kind=Kind.EXPERTS, tables=named)
+                found[name] = DividedModule(kind=Kind.EXPERTS, weights=named)
         elif style in _STYLES and (is_linear(module) or _is_adapted(module)):
             found |= _of_linear(name, module, _STYLES[style])
     return found
@@ -93,7 +93,7 @@ def _of_linear(name: str, module: nn.Module, part: DividedModule) -> dict[str, D
     }
 
 
-def ruled_parts(layer: nn.Module, call: Call) -> dict[str, DividedModule]:
+def parts_by_rules(layer: nn.Module, call: Call) -> dict[str, DividedModule]:
     """Parts of a layer by the two rules.
 
     Raises:
@@ -110,7 +110,7 @@ def ruled_parts(layer: nn.Module, call: Call) -> dict[str, DividedModule]:
 
 
 def divide(
-    layer: nn.Module, call: Call, parts: Mapping[str, DividedModule], *, ranks: int, sequence: bool, ruled: bool
+    layer: nn.Module, call: Call, parts: Mapping[str, DividedModule], *, ranks: int, sequence: bool, by_rules: bool
 ) -> Division:
     """Finds how the parts of a layer are divided.
 
@@ -120,7 +120,7 @@ def divide(
         parts: by their names.
         ranks: among which they are divided.
         sequence: with sequence parallelism between the modules.
-        ruled: the parts were found by rules, so matrices may hold several projections.
+        by_rules: the parts were found by rules, so matrices may hold several projections.
 
     Raises:
         NotDivisible: nothing of the layer can be divided.
@@ -134,7 +134,7 @@ def divide(
     found = Division(parts={}, boundaries=dict(around))
     for block, own in blocks.items():
         try:
-            one = _divided_block(layer, call, block, own, around, ranks=ranks, sequence=sequence, ruled=ruled)
+            one = _divided_block(layer, call, block, own, around, ranks=ranks, sequence=sequence, by_rules=by_rules)
         except DividedDropout:
             raise
         except NotDivisible as error:
@@ -177,7 +177,7 @@ def _divided_block(
     *,
     ranks: int,
     sequence: bool,
-    ruled: bool,
+    by_rules: bool,
 ) -> Division:
     """Division of one module of the layer, while the others stay whole."""
     reason: NotDivisible | None = None
@@ -187,7 +187,7 @@ def _divided_block(
         except Exception as error:  # of the layer's own code, which a wrong number of heads breaks
             reason = reason or NotDivisible(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
             continue
-        for fused in _fusings(parts, ruled=ruled):
+        for fused in _fusings(parts, by_rules=by_rules):
             for boundaries in _boundaries(block, parts):
                 others = {name: kind for name, kind in around.items() if name != block}
                 one = Division(parts=fused, boundaries=others | boundaries, scaled=scaled)
@@ -215,10 +215,10 @@ def _boundaries(block: str, parts: Mapping[str, DividedModule]) -> Iterator[dict
     yield {block: Boundary.WHOLE} | dict.fromkeys(columns, Boundary.ENTRY)
 
 
-def _fusings(parts: Mapping[str, DividedModule], *, ruled: bool) -> Iterator[dict[str, DividedModule]]:
+def _fusings(parts: Mapping[str, DividedModule], *, by_rules: bool) -> Iterator[dict[str, DividedModule]]:
     """Parts with other numbers of projections in a matrix."""
     yield dict(parts)
-    if ruled:
+    if by_rules:
         for name, pieces in itertools.product((n for n, p in parts.items() if p.kind is Kind.COLUMN), (3, 2)):
             yield {**parts, name: dataclasses.replace(parts[name], pieces=pieces)}
 

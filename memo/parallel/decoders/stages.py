@@ -29,7 +29,7 @@ def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCa
     config: Any = getattr(model, "config", None)
     if [one.layer for one in calls.layers] != list(layers):
         raise UsageError(f"{name} does not run its {len(layers)} layers once each and in order; use tp and dp")
-    if not all(one.follows for one in calls.layers[1:]):
+    if not all(one.takes_previous_output for one in calls.layers[1:]):
         raise UsageError(f"{name} changes hidden states between its layers; use tp and dp")
     if any(0 < one.layers_before < len(layers) for one in calls.outside):
         raise UsageError(f"{name} runs a module between its layers; use tp and dp")
@@ -46,7 +46,11 @@ def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCa
             f"{name} runs {type(next(iter(before & after))).__name__} before and after its layers; use tp and dp"
         )
     for one in calls.outside:
-        if not one.layers_before and one.made[: len(one.given)] != one.given and one.made[:-1] != one.given[:-1]:
+        if (
+            not one.layers_before
+            and one.output_shape[: len(one.input_shape)] != one.input_shape
+            and one.output_shape[:-1] != one.input_shape[:-1]
+        ):
             raise UsageError(
                 f"{name}: {type(one.module).__name__} before its layers is no embedding or norm; use tp and dp"
             )
@@ -123,15 +127,17 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.is_first, self.is_last = own.start == 0, own.stop == len(layers)
         replaced: dict[nn.Module, nn.Module] = {
-            one.layer: _PassedOn(one.layer, as_tuple=one.returns_tuple)
+            one.layer: _SkippedLayer(one.layer, as_tuple=one.returns_tuple)
             for index, one in enumerate(calls.layers)
             if index not in own
         }
-        self._before = None if self.is_first else cast("_PassedOn", replaced[layers[own.start - 1]])
-        self._after = None if self.is_last else cast("_PassedOn", replaced[layers[own.stop]])
+        self._before = None if self.is_first else cast("_SkippedLayer", replaced[layers[own.start - 1]])
+        self._after = None if self.is_last else cast("_SkippedLayer", replaced[layers[own.stop]])
         for one in calls.outside:
             if not one.layers_before and not self.is_first:
-                replaced[one.module] = _Zeros(None if one.made == one.given else one.made[-1], _dtype(one.module))
+                replaced[one.module] = _Zeros(
+                    None if one.output_shape == one.input_shape else one.output_shape[-1], _dtype(one.module)
+                )
             elif one.layers_before and not self.is_last:
                 replaced[one.module] = _Same()
         if not self.is_first:
@@ -166,7 +172,7 @@ class DecoderStage(nn.Module):
         return self._after.take()
 
 
-class _PassedOn(nn.Module):
+class _SkippedLayer(nn.Module):
     """Place of a layer of another stage; has its plain attributes, which the model's forward may read."""
 
     def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:

@@ -34,7 +34,7 @@ from memo.parallel.decoders.dataflow import (
     with_hidden,
 )
 from memo.parallel.decoders.operators import NotDivisible
-from memo.parallel.decoders.plan import divide, planned_parts, ruled_parts
+from memo.parallel.decoders.plan import divide, parts_by_rules, planned_parts
 from memo.parallel.rank_agreement import require_same_shape
 from memo.parallel.tensor_parallel import ColumnParallel, DividedExperts, Entry, Replicated, RowParallel
 from memo.parallel.tensor_parallel_group import note_group
@@ -101,9 +101,9 @@ def find_divisions(
             kind = type(one.layer).__name__
             try:
                 parts = planned_parts(one.layer, names[one.layer], plan)
-                ruled = not parts
-                parts = parts or ruled_parts(one.layer, one.call)
-                division = divide(one.layer, one.call, parts, ranks=ranks, sequence=sequence, ruled=ruled)
+                by_rules = not parts
+                parts = parts or parts_by_rules(one.layer, one.call)
+                division = divide(one.layer, one.call, parts, ranks=ranks, sequence=sequence, by_rules=by_rules)
             except NotDivisible as error:
                 other = "; give memo.parallelize sequence_parallel=False" if sequence else ""
                 raise UsageError(
@@ -155,9 +155,9 @@ def apply(
     first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
     if sequence:
         for index, one in enumerate(calls):
-            if not one.follows:
+            if not one.takes_previous_output:
                 one.layer.register_forward_pre_hook(_takes_own_tokens(group), with_kwargs=True)
-            if index + 1 == len(calls) or not calls[index + 1].follows:
+            if index + 1 == len(calls) or not calls[index + 1].takes_previous_output:
                 one.layer.register_forward_hook(_gathers_tokens(group))
 
 
@@ -166,7 +166,7 @@ def _apply(layer: nn.Module, division: Division, mesh: DeviceMesh, *, sequence: 
     for name, part in division.parts.items():
         module = layer.get_submodule(name)
         if part.kind is Kind.EXPERTS:
-            DividedExperts(part.tables)._apply(module, mesh)
+            DividedExperts(part.weights)._apply(module, mesh)
         elif part.kind is Kind.COLUMN:
             style = ColumnParallel(sequence=sequence, pieces=part.pieces, gather_output=part.whole_outside)
             style._apply(module, mesh)
