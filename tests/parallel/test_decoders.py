@@ -159,7 +159,8 @@ def llama(layers: int = 2) -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"pp": 4}, "4 pipeline stages are more than the 2 layers of LlamaForCausalLM; use 2"),
+        ({"pp": 4}, "4 pipeline stages are more than the 2 layers of LlamaForCausalLM; use pp=2"),
+        ({"pp": 2, "schedule": "interleaved-1f1b"}, "4 pipeline stages .* use pp=2, schedule='1f1b'"),
         ({"tp": 3}, "3 ranks do not divide the model's 4 heads; each needs whole ones; 2 would"),
         ({"cp": 2}, "cp=2: attention of transformers is not divided over tokens; use tp=2, cp=1"),
         ({"pp": 2, "microbatches": 1}, "microbatches=1 is too few for 1f1b on --pp 2; at least 2"),

@@ -100,7 +100,7 @@ def parallelize(
         )
     calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
-        check_stages(model, layers, calls, layout.stages)
+        check_stages(model, layers, calls, layout)
         stages = _stage_ranges(layers, calls, layout)
         check_runs(model, layers, calls, stages)
         tied = _tied(model, calls)

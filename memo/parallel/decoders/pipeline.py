@@ -11,6 +11,7 @@ from torch import nn
 
 from memo.errors import UsageError
 from memo.parallel.decoders.stages import DecoderStage
+from memo.parallel.decoders.tensor import check_tokens
 from memo.parallel.grad_norm import clip_gradients, gradient_norm
 from memo.parallel.layout import Layout
 from memo.parallel.pipeline import make_schedule
@@ -112,11 +113,8 @@ class DecoderPipeline(nn.Module):
                 "a tied weight has a gradient of an earlier step; call zero_grad before each pipeline.step"
             )
         rows, tokens = input_ids.shape
-        if self._layout.shards_tokens and tokens % self._layout.tp:
-            raise UsageError(
-                f"a sequence of {tokens} tokens does not divide over {self._layout.tp} ranks; pad it to a multiple, or "
-                f"give memo.parallelize sequence_parallel=False"
-            )
+        if self._layout.shards_tokens:
+            check_tokens(tokens, self._layout.tp)
         losses: list[torch.Tensor] = []
         first = (input_ids,) if any(stage.is_first for stage in self._own_stages) else ()
         last: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,45 +21,42 @@ from torch import nn
 from memo.errors import UsageError
 from memo.parallel.decoders.calls import ForwardCalls, outside_modules, tracing
 from memo.parallel.decoders.dataflow import first_hidden, meta_tensors
+from memo.parallel.layout import Layout
 
 
-def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls, stages: int) -> None:
-    """Raises UsageError unless the model is a chain of layers that `stages` can divide."""
-    name = type(model).__name__
-    config: Any = getattr(model, "config", None)
-    if [one.layer for one in calls.layers] != list(layers):
-        raise UsageError(f"{name} does not run its {len(layers)} layers once each and in order; use tp and dp")
-    if not all(one.takes_previous_output for one in calls.layers[1:]):
-        raise UsageError(f"{name} changes hidden states between its layers; use tp and dp")
-    if any(0 < one.layers_before < len(layers) for one in calls.outside):
-        raise UsageError(f"{name} runs a module between its layers; use tp and dp")
-    if getattr(config, "output_router_logits", False):
+def check_stages(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls, layout: Layout) -> None:
+    """Raises UsageError unless the model is a chain of layers that the stages of the layout can divide."""
+    name, count = type(model).__name__, len(layers)
+    for reason in _reasons_no_chain(model, layers, calls):
+        raise UsageError(f"{name} {reason}; use tp and dp")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError("output_router_logits adds losses of all layers on the last stage; set it to False")
-    if len(layers) < stages:
-        raise UsageError(
-            f"{stages} pipeline stages are more than the {len(layers)} layers of {name}; use {len(layers)}"
-        )
+    if count < layout.stages:
+        advice = f"pp={min(layout.pp, count)}" + (", schedule='1f1b'" if layout.stages_per_rank > 1 else "")
+        raise UsageError(f"{layout.stages} pipeline stages are more than the {count} layers of {name}; use {advice}")
+
+
+def _reasons_no_chain(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls) -> Iterator[str]:
+    """Reasons why a model is no chain of layers, as ends of sentences about it."""
+    if [one.layer for one in calls.layers] != list(layers):
+        yield f"does not run its {len(layers)} layers once each and in order"
+    if not all(one.takes_previous_output for one in calls.layers[1:]):
+        yield "changes hidden states between its layers"
+    if any(0 < one.layers_before < len(layers) for one in calls.outside):
+        yield "runs a module between its layers"
     before = {one.module for one in calls.outside if not one.layers_before}
-    after = {one.module for one in calls.outside if one.layers_before}
-    if before & after:
-        raise UsageError(
-            f"{name} runs {type(next(iter(before & after))).__name__} before and after its layers; use tp and dp"
-        )
+    for module in before & {one.module for one in calls.outside if one.layers_before}:
+        yield f"runs {type(module).__name__} before and after its layers"
     for one in calls.outside:
-        if (
-            not one.layers_before
-            and one.output_shape[: len(one.input_shape)] != one.input_shape
-            and one.output_shape[:-1] != one.input_shape[:-1]
-        ):
-            raise UsageError(
-                f"{name}: {type(one.module).__name__} before its layers is no embedding or norm; use tp and dp"
-            )
+        given, made = one.input_shape, one.output_shape
+        if not one.layers_before and made[: len(given)] != given and made[:-1] != given[:-1]:
+            yield f"runs {type(one.module).__name__} before its layers, which is no embedding or norm"
     outside = {p for module in outside_modules(model, layers) for p in module.parameters()}
     holders = [p for module in layers for p in set(module.parameters())]
     if len(set(holders)) < len(holders) or not outside.isdisjoint(holders):
-        raise UsageError(f"{name} has layers that share parameters with others; use tp and dp")
+        yield "has layers that share parameters with others"
     if set(model.parameters()) - outside - set(holders):
-        raise UsageError(f"{name} has parameters of its own beside its layers; use tp and dp")
+        yield "has parameters of its own beside its layers"
 
 
 def check_runs(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls, stages: Sequence[range]) -> None:

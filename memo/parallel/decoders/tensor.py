@@ -247,12 +247,17 @@ def _takes_own_tokens(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _own_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if hidden.size(1) % group.size():
-        raise UsageError(
-            f"a sequence of {hidden.size(1)} tokens does not divide over {group.size()} ranks; pad it to a multiple, or "
-            f"give memo.parallelize sequence_parallel=False"
-        )
+    check_tokens(hidden.size(1), group.size())
     return split(hidden, group, 1)
+
+
+def check_tokens(tokens: int, ranks: int) -> None:
+    """Raises UsageError unless the tokens of a sequence divide over the ranks, as sequence parallelism needs."""
+    if tokens % ranks:
+        raise UsageError(
+            f"a sequence of {tokens} tokens does not divide over {ranks} ranks; pad it to a multiple, or give "
+            f"memo.parallelize sequence_parallel=False"
+        )
 
 
 def _gathers_tokens(group: dist.ProcessGroup) -> Callable[..., Any]:
