@@ -57,9 +57,9 @@ class PipelineSchedule(enum.StrEnum):
             return None
         least = 2 * ranks if self is PipelineSchedule.ZERO_BUBBLE_V else ranks
         if microbatches < least:
-            return f"is too few for {self} on --pp {ranks}; at least {least}"
+            return f"is too few for {self} on {ranks} pipeline ranks; at least {least}"
         if self.default_chunks > 1 and microbatches % max(1, microbatches // ranks):
-            return f"does not divide into rounds of --pp {ranks}; use a multiple of it"
+            return f"does not divide into rounds of {ranks}, the pipeline ranks; use a multiple of {ranks}"
         return None
 
 

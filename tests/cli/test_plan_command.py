@@ -450,7 +450,10 @@ def test_stages_may_fill_a_part_of_a_node_and_straddle_nodes(
             "--chunks 1 is too few for interleaved-1f1b; at least 2",
         ),
         (["--schedule", "zbv"], "--schedule zbv has no meaning without --pp"),
-        (["--pp", "4", "--accumulate", "6", "--schedule", "zbv"], "--accumulate 6 is too few for zbv on --pp 4"),
+        (
+            ["--pp", "4", "--accumulate", "6", "--schedule", "zbv"],
+            "--accumulate 6 is too few for zbv on 4 pipeline ranks",
+        ),
         (["--pp", "4", "--accumulate", "9", "--schedule", "interleaved-1f1b"], "does not divide into rounds"),
     ],
 )

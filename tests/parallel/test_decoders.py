@@ -163,18 +163,31 @@ def llama(layers: int = 2) -> LlamaForCausalLM:
         ({"pp": 2, "schedule": "interleaved-1f1b"}, "4 pipeline stages .* use pp=2, schedule='1f1b'"),
         ({"tp": 3}, "3 ranks do not divide the model's 4 heads; each needs whole ones; 2 would"),
         ({"cp": 2}, "cp=2: attention of transformers is not divided over tokens; use tp=2, cp=1"),
-        ({"pp": 2, "microbatches": 1}, "microbatches=1 is too few for 1f1b on --pp 2; at least 2"),
+        ({"pp": 2, "microbatches": 1}, "microbatches=1 is too few for 1f1b on 2 pipeline ranks; at least 2"),
         (
             {"pp": 2, "schedule": "zbv"},
             "'zbv' is none of those for models of transformers: gpipe, 1f1b, interleaved-1f1b",
         ),
-        ({"pp": 2, "stage_layers": (2, 1)}, "are not the model's 2 layers"),
-        ({"dp": 2}, "is a layout of 2 ranks, but 1 was started"),
+        ({"pp": 2, "stage_layers": (2, 3)}, r"stage_layers=\(2, 3\) add up to 5; the model has 2 layers"),
+        (
+            {"pp": 2, "stage_layers": (2,)},
+            r"stage_layers=\(2,\): give a number of layers for each of the 2 pipeline stages",
+        ),
+        ({"pp": 2, "stage_layers": (2, 0)}, r"stage_layers=\(2, 0\) has a stage of 0 layers"),
+        ({"pp": 2, "microbatches": 0}, "microbatches=0 is less than 1"),
+        ({"tp": 2, "microbatches": 4}, "microbatches has no meaning without pp"),
+        ({"dp": 2, "schedule": "gpipe"}, "schedule has no meaning without pp"),
+        ({"tp": 2}, "tp=2, pp=1, dp=1 need 2 processes, and 1 was started: torchrun --nproc-per-node 2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(sizes: dict[str, object], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         memo.parallelize(llama(), **sizes)  # type: ignore[arg-type]
+
+
+def test_a_model_without_layers_is_not_divided() -> None:
+    with pytest.raises(UsageError, match=r"memo\.parallelize divides models with a ModuleList of equal layers"):
+        memo.parallelize(nn.Linear(2, 2), tp=2)
 
 
 def test_two_stacks_of_layers_are_no_pipeline() -> None:

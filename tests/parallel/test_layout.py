@@ -61,8 +61,12 @@ V = PipelineSchedule.ZERO_BUBBLE_V
         ),
         ({"pp": 3}, {}, "8 layers do not divide over 3 pipeline stages"),
         ({"pp": 8, "schedule": V}, {}, "8 layers do not divide over 16 pipeline stages"),
-        ({"pp": 4}, {"microbatches": 3}, "--accumulate 3 is too few for 1f1b on --pp 4; at least 4"),
-        ({"pp": 2, "schedule": V}, {"microbatches": 3}, "--accumulate 3 is too few for zbv on --pp 2; at least 4"),
+        ({"pp": 4}, {"microbatches": 3}, "--accumulate 3 is too few for 1f1b on 4 pipeline ranks; at least 4"),
+        (
+            {"pp": 2, "schedule": V},
+            {"microbatches": 3},
+            "--accumulate 3 is too few for zbv on 2 pipeline ranks; at least 4",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[str, Any], reason: str) -> None:

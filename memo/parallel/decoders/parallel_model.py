@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,16 +50,16 @@ def parallelize(
 
     Args:
         model: unmodified, from a configuration or a checkpoint, of any dtype; with adapters of PEFT or without.
-        mesh: over which alone `model` is divided by tp: one-dimensional, or with a dimension named "tp". Nothing is then
-            communicated. None: a mesh of the sizes below, which are all ranks.
+        mesh: One-dimensional mesh, or one with a dimension "tp", over which the model is divided; nothing is communicated.
+            None: memo makes a mesh of all ranks with the sizes below.
         tp: ranks that divide each matrix, as the configuration's `base_model_tp_plan` says, or by two rules.
         pp: ranks that divide the layers.
         dp: ranks that divide the batch, and parameters, gradients and optimizer state by fully_shard.
         cp: 1: attention of transformers is not divided over the tokens.
         sequence_parallel: with tp, divides the tokens, too, between the matrices, so that a layer saves 1 / ranks of what it
             saves on one rank. The number of tokens must then be a multiple of the ranks. Not for `generate`.
-        schedule: with pp, that of torch: gpipe, 1f1b or interleaved-1f1b.
-        microbatches: with pp, of a step. Default None: twice pp.
+        schedule: with pp: gpipe, 1f1b or interleaved-1f1b.
+        microbatches: with pp: microbatches of a step (default 2 · pp).
         stage_layers: with pp, layers of each stage, as `memo plan --search` gives them. Default: stages with equal numbers
             of parameters, the output projection's among them.
 
@@ -72,14 +73,18 @@ def parallelize(
             2.13. The model is then unchanged. A forward raises it on every rank for batches of different shapes, and for
             tokens that do not divide.
     """
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        schedule=_schedule(schedule),
-        sequence_parallel=sequence_parallel,
-        stage_layers=tuple(stage_layers),
-    )
+    for name, size in {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "microbatches": microbatches}.items():
+        if size is not None and size < 1:
+            raise UsageError(f"{name}={size} is less than 1")
+    order = _schedule(schedule)
+    staged = {
+        "schedule": order is not PipelineSchedule.ONE_F_ONE_B,
+        "microbatches": microbatches is not None,
+        "stage_layers": bool(stage_layers),
+    }
+    if pp == 1 and (given := [name for name, is_given in staged.items() if is_given]):
+        raise UsageError(f"{given[0]} has no meaning without pp; leave it out, or give pp=2 or more")
+    layout = Layout(tp=tp, pp=pp, dp=dp, schedule=order, sequence_parallel=sequence_parallel)
     if cp > 1:
         raise UsageError(f"cp={cp}: attention of transformers is not divided over tokens; use tp={tp * cp}, cp=1")
     if mesh is not None:
@@ -88,7 +93,7 @@ def parallelize(
         mesh = _tensor_mesh(mesh)
         layout = Layout(tp=mesh.size(), sequence_parallel=sequence_parallel)
     microbatches = microbatches or 2 * pp
-    if (wrong := layout.schedule.reason_unsupported(microbatches, pp)) is not None:
+    if (wrong := order.reason_unsupported(microbatches, pp)) is not None:
         raise UsageError(f"microbatches={microbatches} {wrong}")
     layers = _layers(model)
     tensor.check_sizes(model, layout.tp)
@@ -101,7 +106,7 @@ def parallelize(
     calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
         check_stages(model, layers, calls, layout)
-        stages = _stage_ranges(layers, calls, layout)
+        stages = _stage_ranges(layers, calls, layout.stages, tuple(stage_layers))
         check_runs(model, layers, calls, stages)
         tied = _tied(model, calls)
         hidden = calls.layers[0].hidden
@@ -110,7 +115,13 @@ def parallelize(
         divisions = tensor.find_divisions(model, calls.layers, ranks=layout.tp, sequence=sequence_parallel)
     parts = None
     if mesh is None:
-        layout.check_ranks(dist.get_world_size() if dist.is_initialized() else 1)
+        started = dist.get_world_size() if dist.is_initialized() else 1
+        if started != layout.ranks:
+            was = "was" if started == 1 else "were"
+            raise UsageError(
+                f"tp={tp}, pp={pp}, dp={dp} need {layout.ranks} processes, and {started} {was} started: "
+                f"torchrun --nproc-per-node {layout.ranks}"
+            )
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         parts = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
         mesh = parts["tp"]
@@ -147,18 +158,28 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     try:
         return [layer.module for layer in find_layers(model)]
     except NoRepeatedLayers as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(
+            f"no repeated layers found in {type(model).__name__}; memo.parallelize divides models with a ModuleList of "
+            f"equal layers"
+        ) from error
 
 
-def _stage_ranges(layers: Sequence[nn.Module], calls: ForwardCalls, layout: Layout) -> list[range]:
-    """Indices of the layers of each stage."""
-    if layout.stage_layers:
-        if sum(layout.stage_layers) != len(layers):
-            raise UsageError(f"stage_layers: {layout.stage_layers} are not the model's {len(layers)} layers")
-        return [layout.layers_of(stage, len(layers)) for stage in range(layout.stages)]
+def _stage_ranges(
+    layers: Sequence[nn.Module], calls: ForwardCalls, stages: int, counts: tuple[int, ...]
+) -> list[range]:
+    """Indices of the layers of each stage, as the counts say, or balanced without any."""
+    if counts:
+        if len(counts) != stages:
+            raise UsageError(f"stage_layers={counts}: give a number of layers for each of the {stages} pipeline stages")
+        if min(counts) < 1:
+            raise UsageError(f"stage_layers={counts} has a stage of {min(counts)} layers; each has at least one")
+        if sum(counts) != len(layers):
+            raise UsageError(f"stage_layers={counts} add up to {sum(counts)}; the model has {len(layers)} layers")
+        ends = [0, *itertools.accumulate(counts)]
+        return [range(first, end) for first, end in itertools.pairwise(ends)]
     costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
     after = {p for one in calls.outside if one.layers_before for p in one.module.parameters()}
-    return balanced(costs, layout.stages, last=float(sum(p.numel() for p in after)))
+    return balanced(costs, stages, last=float(sum(p.numel() for p in after)))
 
 
 def _tied(model: nn.Module, calls: ForwardCalls) -> dict[str, str]:
