@@ -10,6 +10,14 @@ import difflib
 import enum
 from collections.abc import Iterable
 
+_LONGEST = 240
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text in one line of bounded length, or its class where it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0] or text[:_LONGEST]} ..."
+
 
 def is_interruption(error: BaseException) -> bool:
     """True for what a signal's handler raised (Ctrl-C, an alarm), and for all that is no `Exception`.

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         configuration_from as configuration_from,
         model_class as model_class,
         names_configuration as names_configuration,
-        one_line as one_line,
     )
     from memo.hugging_face.layer_kinds import built_model as built_model
     from memo.hugging_face.model import HuggingFaceModel as HuggingFaceModel

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.bounded_files import Refused, read_object
-from memo.errors import UsageError
+from memo.errors import UsageError, one_line
 
 LEAST_TRANSFORMERS = 5
 """Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
@@ -30,7 +30,6 @@ _MODELS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
 )
 """Transformers' tables of models that take labels, by the class of their configuration."""
-_LONGEST = 240
 
 
 def names_configuration(model: str) -> bool:
@@ -119,12 +118,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's text in one line of bounded length, or its class where it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _numbers(field: str, value: object) -> Iterator[tuple[str, int]]:

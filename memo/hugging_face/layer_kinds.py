@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memo.errors import UsageError
+from memo.errors import UsageError, one_line
 from memo.hugging_face import fused_attention
 from memo.hugging_face.adapters import adapt
-from memo.hugging_face.configuration import model_class, one_line, quiet
+from memo.hugging_face.configuration import model_class, quiet
 from memo.swap import find_layers
 
 _OF_THE_PLACE = ("idx", "index", "number", "layer_id", "depth", "training")

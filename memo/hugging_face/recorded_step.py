@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator import Allocation, AllocationTrace, BytelessMode
 from memo.autoplan import points_of
-from memo.errors import MemoError, UsageError
-from memo.hugging_face.configuration import one_line, quiet
+from memo.errors import MemoError, UsageError, one_line
+from memo.hugging_face.configuration import quiet
 from memo.hugging_face.fused_attention import attended_in
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from memo.errors import UsageError
+from memo.errors import UsageError, one_line
 from memo.gpt.model import sharded_stages
 from memo.hugging_face import (
     PUBLISHED,
@@ -21,7 +21,6 @@ from memo.hugging_face import (
     configuration_from,
     model_class,
     names_configuration,
-    one_line,
     published_name,
 )
 from memo.loss import loss_without_logits

@@ -151,6 +151,29 @@ def test_a_gradient_that_ranks_would_count_twice_moves_the_boundary() -> None:
     assert division.boundaries["mlp.up"] is Boundary.ENTRY
 
 
+class Looped(nn.Module):
+    """Runs its first layer twice."""
+
+    def __init__(self, between: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 16)
+        self.layers = nn.ModuleList(Block(between()) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(input_ids)
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("between", "advice"), [(nn.GELU, "give memo.parallelize sequence_parallel=False"), (nn.Dropout, "use pp and dp")]
+)
+def test_only_advice_that_helps_is_given(between: type[nn.Module], advice: str) -> None:
+    with pytest.raises(UsageError, match=f"Block cannot be divided over 2 ranks: it runs more than once .*; {advice}$"):
+        memo.parallelize(Looped(between), tp=2)
+
+
 def llama(layers: int = 2) -> LlamaForCausalLM:
     shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=layers))

@@ -108,7 +108,7 @@ def test_a_torch_that_cannot_divide_fused_projections_is_refused_and_nothing_is_
 
 def test_a_model_whose_layers_are_not_known_to_divide_is_refused(mesh: DeviceMesh) -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
-    with pytest.raises(UsageError, match=r"MambaBlock cannot be divided over 4 ranks: .*sequence_parallel=False"):
+    with pytest.raises(UsageError, match=r"MambaBlock cannot be divided over 4 ranks: .*; use pp and dp$"):
         memo.parallelize(model, mesh)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memo.errors import UsageError
+from memo.errors import UsageError, one_line
 from memo.parallel.decoders.dataflow import Call, first_hidden, first_output, meta_tensors, tensors_of, with_hidden
 
 
@@ -116,7 +116,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
         except Exception as error:
             raise UsageError(
                 f"{type(model).__name__} does not run without data, which memo divides it by: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:160]}"
+                f"{one_line(error)}"
             ) from error
     return ForwardCalls(layers=found, outside=outside)
 

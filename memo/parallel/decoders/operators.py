@@ -99,7 +99,7 @@ def kept_pieces(
     divided = [index for index, state in enumerate(states) if state.dim is not None]
     pieces = {states[index].pieces for index in divided}
     if torch.Tag.nondeterministic_seeded in func.tags:
-        raise DividedDropout("dropout in a divided part gives all ranks the same mask; set its probability to 0")
+        raise DividedDropout("dropout in a divided part gives all ranks the same mask unless its probability is 0")
     if name in _MADE_FULL:
         return 1
     if not divided and name not in ("expand", "zeros_like", "ones_like"):

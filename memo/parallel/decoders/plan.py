@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memo.errors import one_line
 from memo.parallel.decoders.dataflow import (
     Boundary,
     Call,
@@ -185,7 +186,7 @@ def _divided_block(
         try:
             steps = run_wide(layer, call, parts, scaled, ranks=ranks)
         except Exception as error:  # of the layer's own code, which a wrong number of heads breaks
-            reason = reason or NotDivisible(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            reason = reason or NotDivisible(f"{type(error).__name__}: {one_line(error)}")
             continue
         for fused in _fusings(parts, by_rules=by_rules):
             for boundaries in _boundaries(block, parts):
@@ -197,7 +198,7 @@ def _divided_block(
                 except NotDivisible as error:
                     reason = error if reason is None or error.reached > reason.reached else reason
                 except Exception as error:
-                    reason = reason or NotDivisible(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+                    reason = reason or NotDivisible(f"{type(error).__name__}: {one_line(error)}")
     assert reason is not None
     raise reason
 

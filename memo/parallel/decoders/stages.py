@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from memo.errors import UsageError
+from memo.errors import UsageError, one_line
 from memo.parallel.decoders.calls import ForwardCalls, outside_modules, tracing
 from memo.parallel.decoders.dataflow import first_hidden, meta_tensors
 from memo.parallel.layout import Layout
@@ -73,7 +73,7 @@ def check_runs(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCall
         except Exception as error:
             raise UsageError(
                 f"{type(model).__name__} does not run with only some of its layers: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:160]}; use tp and dp"
+                f"{one_line(error)}; use tp and dp"
             ) from error
         if not stage.is_last and made.shape != hidden.shape:
             raise UsageError(

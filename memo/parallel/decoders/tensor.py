@@ -14,6 +14,7 @@ every parameter becomes a DTensor.
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,36 +95,33 @@ def find_divisions(
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, Division] = {}
     whole: dict[str, str] = {}
-    if sequence:
-        _check_runs(calls)
+    often = collections.Counter(one.layer for one in calls)
+
+    def division_of(one: LayerCall, *, sequence: bool) -> Division:
+        if sequence and often[one.layer] > 1:
+            raise NotDivisible("it runs more than once in a forward")
+        planned = planned_parts(one.layer, names[one.layer], plan)
+        parts = planned or parts_by_rules(one.layer, one.call)
+        return divide(one.layer, one.call, parts, ranks=ranks, sequence=sequence, by_rules=not planned)
+
     with tracing(model):
         for one in calls:
             kind = type(one.layer).__name__
             try:
-                parts = planned_parts(one.layer, names[one.layer], plan)
-                by_rules = not parts
-                parts = parts or parts_by_rules(one.layer, one.call)
-                division = divide(one.layer, one.call, parts, ranks=ranks, sequence=sequence, by_rules=by_rules)
+                division = division_of(one, sequence=sequence)
             except NotDivisible as error:
-                other = "; give memo.parallelize sequence_parallel=False" if sequence else ""
-                raise UsageError(
-                    f"{kind} cannot be divided over {ranks} ranks: {error}{other}, or divide it with torch's "
-                    f"parallelize_module"
-                ) from error
+                advice = "use pp and dp"
+                if sequence:
+                    with contextlib.suppress(NotDivisible):
+                        division_of(one, sequence=False)
+                        advice = "give memo.parallelize sequence_parallel=False"
+                raise UsageError(f"{kind} cannot be divided over {ranks} ranks: {error}; {advice}") from error
             _check_torch(kind, division)
             found[one.layer] = division
             whole |= {f"{name} of {kind}": reason for name, reason in division.whole.items()}
     for name, reason in whole.items():
         warn_user(f"memo.parallelize: {name} stays whole on every rank: {reason}")
     return found
-
-
-def _check_runs(calls: Sequence[LayerCall]) -> None:
-    often = [layer for layer, count in collections.Counter(one.layer for one in calls).items() if count > 1]
-    if often:
-        raise UsageError(
-            f"a {type(often[0]).__name__} runs more than once in a forward; give memo.parallelize sequence_parallel=False"
-        )
 
 
 def _check_torch(kind: str, division: Division) -> None:
