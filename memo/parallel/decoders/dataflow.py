@@ -121,6 +121,13 @@ def check(
         raise
     if len(run.done) != len(steps):
         raise NotDivisible("it takes another way than on one rank")
+    unseen = {
+        name
+        for name, _ in layer.named_parameters(remove_duplicate=False)
+        if name not in run.uses and not any(name.startswith(f"{part}.") for part in division.parts)
+    }
+    if unseen:
+        raise NotDivisible(f"{min(unseen)} is not used in a forward, as an adapter that is not active")
     unlike = {name for name, kinds in run.uses.items() if len(kinds) > 1}
     if unlike:
         raise NotDivisible(f"{min(unlike)} is used both inside and outside of what is divided")

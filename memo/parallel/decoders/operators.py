@@ -107,6 +107,10 @@ def kept_pieces(
     if len(pieces) > 1:
         raise NotDivisible(f"{name} joins what is divided in different ways")
     count = pieces.pop() if pieces else 1
+    if name == "constant_pad_nd":
+        padded = {len(step.inputs[0]) - 1 - place // 2 for place, values in enumerate(args[1]) if values}
+        if states[0].dim in padded:
+            raise NotDivisible("constant_pad_nd shifts what is divided")
     if torch.Tag.pointwise in func.tags or name in _SAME_SHAPE:
         _check_aligned(name, states, out_dims, step)
         _check_numbers(name, step, whole)

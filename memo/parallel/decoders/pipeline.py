@@ -106,13 +106,14 @@ class DecoderPipeline(nn.Module):
             The loss, the mean over microbatches and data-parallel ranks, on every rank. Gradients are of this mean.
 
         Raises:
-            UsageError: as `schedule`; a tied weight has a gradient already.
+            UsageError: as `schedule`; an argument cannot be divided into microbatches.
         """
-        if any(one is not None and one.grad is not None for pair in self._tied_pairs() for one in pair):
-            raise UsageError(
-                "a tied weight has a gradient of an earlier step; call zero_grad before each pipeline.step"
-            )
         rows, tokens = input_ids.shape
+        for name, value in named.items():
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != (rows,):
+                raise UsageError(
+                    f"{name} is no tensor of {rows} rows, of which each microbatch takes its own; leave it out"
+                )
         if self._layout.shards_tokens:
             check_tokens(tokens, self._layout.tp)
         losses: list[torch.Tensor] = []
@@ -120,10 +121,16 @@ class DecoderPipeline(nn.Module):
         last: dict[str, Any] = {}
         if any(stage.is_last for stage in self._own_stages):
             last = {"target": labels, "losses": losses}
+        # torch's schedule divides all of a gradient by the microbatches, what came before the step, too.
+        former = [(one, one.grad) for one in self.parameters() if one.grad is not None]
+        for one, _ in former:
+            one.grad = None
         self.schedule(rows, tokens).step(
             *first, **last, input_ids=input_ids, labels=labels, **named, return_outputs=False
         )
         self._sum_tied()
+        for one, grad in former:
+            one.grad = grad if one.grad is None else grad + one.grad
         loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float32, device=input_ids.device)
         loss = loss.detach().to(torch.float64 if self._dtype is torch.float64 else torch.float32)
         dist.all_reduce(loss, group=self._mesh.get_group("pp"))

@@ -89,6 +89,7 @@ def find_divisions(
     Raises:
         UsageError: a layer cannot be divided, or not with this torch.
     """
+    _require_own_weights(model, [one.layer for one in calls])
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
@@ -124,6 +125,25 @@ def find_divisions(
     return found
 
 
+def _require_own_weights(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raises UsageError where a layer's weight is another module's, too: each would get a part and a gradient of its own."""
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name and parameter in inside:
+            raise UsageError(
+                f"{first[parameter]} and {name} are one weight, which tensor parallelism would take apart; use pp or dp"
+            )
+
+
+def _refuse_parts(kwargs: Mapping[str, Any], config: Any) -> None:
+    """Raises UsageError for outputs of which a rank has a part: others would be silently missing in a loss."""
+    for name in ("output_hidden_states", "output_attentions"):
+        asked = kwargs.get(name)
+        if asked if asked is not None else getattr(config, name, False):
+            raise UsageError(f"{name}: under tensor parallelism a rank has its own part of them; leave it out")
+
+
 def _check_torch(kind: str, division: Division) -> None:
     fused = any(part.pieces > 1 for part in division.parts.values())
     if fused and torch.__version__ < _FUSED_SINCE:
@@ -151,6 +171,8 @@ def apply(
     input_embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     first: nn.Module = input_embeddings if isinstance(input_embeddings, nn.Module) else calls[0].layer
     first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
+    config = getattr(model, "config", None)
+    model.register_forward_pre_hook(lambda _, __, kwargs: _refuse_parts(kwargs, config), with_kwargs=True)
     if sequence:
         for index, one in enumerate(calls):
             if not one.takes_previous_output:
