@@ -145,7 +145,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     configs = {key: c for key, c in configs.items() if hasattr(c, "_attn_implementation")}
     kept = {key: c._attn_implementation for key, c in configs.items()}
-    experts = [module for module in model.modules() if is_experts(module)]
+    experts = [module for module in model.modules() if _is_experts(module)]
     try:
         model.train()
         for config in configs.values():
@@ -162,7 +162,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
-def is_experts(module: nn.Module) -> bool:
+def _is_experts(module: nn.Module) -> bool:
     """True for fused experts of transformers: parameters (experts, ...) whose forward depends on data."""
     return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(recurse=False))
 
