@@ -73,7 +73,7 @@ _SAME_SHAPE = _names(
 )
 _MADE_FULL = _names("zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor")
 _VIEWS = _names("view _unsafe_view reshape _reshape_alias")
-_MOVES = _names("transpose t permute unsqueeze squeeze expand slice select split split_with_sizes unbind cat stack")
+_MOVES = _names("transpose t permute unsqueeze squeeze slice select split split_with_sizes unbind")
 _ALONG = _names(
     "mean sum amax amin _softmax _log_softmax _safe_softmax logsumexp var std cumsum topk sort argsort max min "
     "any all prod native_layer_norm _fused_rms_norm linalg_vector_norm flip roll argmax glu"
@@ -117,11 +117,17 @@ def kept_pieces(
         return count
     if name in _VIEWS:
         return _through_view(whole, out_dims[0], states[0])
+    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    if name == "expand":
+        _check_expanded(states[0].dim, out_dims[0], step, whole)
+        return count
+    if name in ("cat", "stack"):
+        _check_joined(name, named.get("dim", 0), states, out_dims[0], step)
+        return count
     if name in _MOVES:
-        return _through_move(func, name, args, kwargs, states, out_dims, step, whole, count)
+        return _through_move(name, named, states[0], out_dims, step, whole)
     if name in _ALONG:
-        dims = _reduced(func, args, kwargs, len(step.inputs[0]))
-        if divided != [0] or states[0].dim in dims:
+        if divided != [0] or states[0].dim in _reduced(func, named, len(step.inputs[0])):
             raise NotDivisible(f"{name} goes along a divided dimension")
         _check_numbers(name, step, whole)
         if any(dim is None for dim in out_dims[:1]):
@@ -195,76 +201,64 @@ def _through_view(whole: OperatorCall, out_dim: int | None, state: State) -> int
     return 1
 
 
+def _check_expanded(dim: int | None, out_dim: int | None, step: OperatorCall, whole: OperatorCall) -> None:
+    shift = len(step.outputs[0]) - len(step.inputs[0])
+    if out_dim is None or (dim is not None and out_dim != dim + shift):
+        raise NotDivisible("expand moves a divided dimension")
+    if dim is None and out_dim >= shift and whole.inputs[0][out_dim - shift] != 1:
+        raise NotDivisible("expand makes a part of what is whole")
+
+
+def _check_joined(name: str, dim: int, states: Sequence[State], out_dim: int | None, step: OperatorCall) -> None:
+    stacks = name == "stack"
+    dim %= len(step.inputs[0]) + stacks
+    moved = {None if state.dim is None else state.dim + (stacks and dim <= state.dim) for state in states}
+    if len(moved) > 1 or out_dim not in moved or (not stacks and dim in moved):
+        raise NotDivisible(f"{name} joins parts with wholes")
+
+
 def _through_move(
-    func: Any,
     name: str,
-    args: Any,
-    kwargs: Any,
-    states: Sequence[State],
+    named: dict[str, Any],
+    state: State,
     out_dims: Sequence[int | None],
     step: OperatorCall,
     whole: OperatorCall,
-    pieces: int,
 ) -> int:
-    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    first = states[0]
-    rank = len(step.inputs[0])
-
-    def at(dim: int, size: int = rank) -> int:
-        return dim % max(size, 1)
-
-    if name == "expand":
-        shift = len(step.outputs[0]) - rank
-        dim = out_dims[0]
-        if dim is None or (first.dim is not None and dim != first.dim + shift):
-            raise NotDivisible("expand moves a divided dimension")
-        if first.dim is None and dim >= shift and whole.inputs[0][dim - shift] != 1:
-            raise NotDivisible("expand makes a part of what is whole")
-        return pieces
-    if name in ("cat", "stack"):
-        dim = at(named.get("dim", 0), rank + (name == "stack"))
-        moved = {
-            (state.dim + (name == "stack" and dim <= state.dim)) if state.dim is not None else None for state in states
-        }
-        if len(moved) > 1 or out_dims[0] not in moved or (name == "cat" and dim in moved):
-            raise NotDivisible(f"{name} joins parts with wholes")
-        return pieces
-    assert first.dim is not None
+    divided, rank = state.dim, len(step.inputs[0])
+    assert divided is not None
     if name in ("slice", "select", "split", "split_with_sizes", "unbind"):
-        dim = at(named.get("dim", 0))
-        if dim == first.dim:
-            untouched = name == "slice" and step.inputs == step.outputs and whole.inputs == whole.outputs
-            if untouched:
-                return pieces
+        dim = named.get("dim", 0) % rank
+        if dim == divided:
+            if name == "slice" and step.inputs == step.outputs and whole.inputs == whole.outputs:
+                return state.pieces
             equal = name in ("split", "split_with_sizes") and len(set(whole.outputs)) == 1
-            if not equal or len(out_dims) != pieces or any(out != dim for out in out_dims):
+            if not equal or len(out_dims) != state.pieces or any(out != dim for out in out_dims):
                 raise NotDivisible(f"{name} takes apart a divided dimension")
             return 1
-        if name in ("select", "slice") and whole.settings != step.settings:
-            raise NotDivisible(f"{name} has other numbers than on one rank")
-        after = first.dim - (name in ("select", "unbind") and dim < first.dim)
+        if name in ("select", "slice"):
+            _check_numbers(name, step, whole)
+        after = divided - (name in ("select", "unbind") and dim < divided)
     elif name in ("transpose", "t"):
-        one, two = (at(named["dim0"]), at(named["dim1"])) if name == "transpose" else (0, 1)
-        after = {one: two, two: one}.get(first.dim, first.dim)
+        one, two = (named["dim0"] % rank, named["dim1"] % rank) if name == "transpose" else (0, 1)
+        after = {one: two, two: one}.get(divided, divided)
     elif name == "permute":
-        after = [at(dim) for dim in named["dims"]].index(first.dim)
+        after = [dim % rank for dim in named["dims"]].index(divided)
     elif name == "unsqueeze":
-        dim = at(named["dim"], rank + 1)
-        after = first.dim + (dim <= first.dim)
+        after = divided + (named["dim"] % (rank + 1) <= divided)
     else:
-        if whole.inputs[0][first.dim] == 1 or (step.inputs[0][first.dim] == 1 and len(step.outputs[0]) < rank):
+        if whole.inputs[0][divided] == 1 or (step.inputs[0][divided] == 1 and len(step.outputs[0]) < rank):
             raise NotDivisible("squeeze takes a dimension of which a rank has one")
         if out_dims[0] is None:
             raise NotDivisible("squeeze drops a divided dimension")
-        return pieces
+        return state.pieces
     if any(out != after for out in out_dims):
         raise NotDivisible(f"{name} moves a divided dimension")
-    return pieces
+    return state.pieces
 
 
-def _reduced(func: Any, args: Any, kwargs: Any, rank: int) -> set[int]:
+def _reduced(func: Any, named: dict[str, Any], rank: int) -> set[int]:
     """Dimensions along which an operator goes."""
-    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
     if "normalized_shape" in named:
         return set(range(rank - len(named["normalized_shape"]), rank))
     dims = named.get("dim", named.get("dims"))
