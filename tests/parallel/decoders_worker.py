@@ -7,6 +7,7 @@ A name ends in +lora where adapters alone are trained.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -40,19 +41,17 @@ def model_of(name: str) -> Any:
 
 
 def train(model: Any, ids: torch.Tensor, *, pipelined: bool, manager: Any = None) -> list[Step]:
-    """Two steps: losses, and whole gradients by name."""
+    """Two steps, the second of two batches: losses, and whole gradients by name."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     done = []
     for step in range(2):
         own = ids.roll(step, 1)
         optimizer.zero_grad()
-        if manager is not None:
-            with manager:
-                loss = forward(model, own, pipelined)
-        else:
-            loss = forward(model, own, pipelined)
-        if not pipelined:
-            loss.backward()
+        for turn in range(step + 1):
+            with manager or contextlib.nullcontext():
+                loss = forward(model, own.roll(turn, 0), pipelined)
+            if not pipelined:
+                loss.backward()
         optimizer.step()
         grads = {name: whole_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         done.append((float(loss.detach()), grads))

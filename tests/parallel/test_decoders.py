@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +23,7 @@ from memo.parallel.decoders.dataflow import Boundary, DividedModule, Division, K
 from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.plan import divide, parts_by_rules
 from memo.parallel.decoders.stages import balanced
+from memo.parallel.gathered_input import enter, kept_for
 
 PLANNED = ["MixtralForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"]
 RULED = ["GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM+lora"]
@@ -77,6 +80,13 @@ class Halves(nn.Module):
         return torch.cat([first * second.sigmoid(), second], -1)
 
 
+class Shifted(nn.Module):
+    """Each column takes its neighbour's value, which at a part's edge another rank has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x, (1, -1))
+
+
 class PerColumn(nn.Module):
     """Values of the divided dimension, which ranks would all have whole."""
 
@@ -116,6 +126,7 @@ def test_a_residual_mlp_is_divided_by_its_outputs_and_inputs() -> None:
         (PerColumn(), "broadcast"),
         (nn.Dropout(0.5), "dropout in a divided part gives all ranks the same mask"),
         (nn.Linear(32, 32), "must have same reduction dim"),
+        (Shifted(), "constant_pad_nd shifts what is divided"),
     ],
 )
 def test_what_mixes_the_parts_of_ranks_is_refused(between: nn.Module, reason: str) -> None:
@@ -223,3 +234,45 @@ def test_stages_are_balanced_with_the_projection_of_the_last() -> None:
     assert balanced([1.0] * 8, 2, last=2.0) == [range(5), range(5, 8)]
     assert balanced([1.0, 1.0, 4.0, 1.0], 3, last=0.0) == [range(2), range(2, 3), range(3, 4)]
     assert balanced([1.0] * 3, 3, last=9.0) == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_weights_that_layers_share_are_refused() -> None:
+    model = llama()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(
+        UsageError, match=r"layers.0.mlp.gate_proj.weight and model.layers.1.mlp.gate_proj.weight are one"
+    ):
+        memo.parallelize(model, tp=2)
+
+
+def test_an_adapter_that_may_become_active_later_is_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules="all-linear")
+    model = get_peft_model(llama(), config)
+    model.add_adapter("second", config)
+    with pytest.raises(UsageError, match=r"lora_A\.second\.weight is not used in a forward, as an adapter"):
+        memo.parallelize(model, tp=2)
+
+
+def test_the_shard_is_saved_only_for_all_of_what_was_gathered_as_it_was() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        shard = torch.randn(2, 4, 8, requires_grad=True)
+        whole = enter(shard, dist.group.WORLD, sequence=True)
+        assert kept_for(whole)[0].data_ptr() == shard.data_ptr()
+        for other in (whole.transpose(0, 1), whole[:, :4], whole.mul_(2)):
+            assert kept_for(other)[0] is other
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_outputs_of_which_a_rank_has_a_part_are_refused(asked: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = memo.parallelize(llama(), tp=2)
+        with pytest.raises(UsageError, match=f"{asked}: under tensor parallelism a rank has its own part"):
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), **{asked: True})
+    finally:
+        dist.destroy_process_group()
