@@ -255,6 +255,14 @@ def test_an_adapter_that_may_become_active_later_is_refused() -> None:
         memo.parallelize(model, tp=2)
 
 
+def test_adapters_of_embeddings_are_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]))
+    with pytest.raises(UsageError, match=r"embed_tokens\.lora_embedding_A has weights for another module"):
+        memo.parallelize(model, tp=2)
+
+
 def test_the_shard_is_saved_only_for_all_of_what_was_gathered_as_it_was() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -126,7 +126,10 @@ def find_divisions(
 
 
 def _require_own_weights(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raises UsageError where a layer's weight is another module's, too: each would get a part and a gradient of its own."""
+    """Raises UsageError where a weight is used by another module, too, or alone: each divides its own."""
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ParameterDict, nn.ParameterList)) and any(True for _ in module.parameters()):
+            raise UsageError(f"{path} has weights for another module, as adapters of embeddings do; use pp or dp")
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
