@@ -44,7 +44,7 @@ LAYOUTS = {
 }
 """(tp, pp)."""
 SEQUENCES = (32, 128)
-"""Of a step, for each data-parallel rank."""
+"""Sequences of a step, for each data-parallel rank."""
 MICROBATCHES = (1, 2, 4, 8, 16)
 """Sequences of a microbatch."""
 SCHEDULES = (

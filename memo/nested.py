@@ -23,7 +23,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def closure_of(function: Any) -> list[Any]:
-    """What a function has in its closure, as far as it is filled yet."""
+    """Values in a function's closure, of the cells that are filled."""
     found = []
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty one

@@ -98,7 +98,7 @@ class Counts:
         )
 
     def since(self, before: Counts) -> Counts:
-        """What was added since; peaks as they are."""
+        """Counts added since; peaks as they are."""
         return dataclasses.replace(
             self,
             moved_bytes=self.moved_bytes - before.moved_bytes,

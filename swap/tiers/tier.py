@@ -6,6 +6,7 @@ An extent is written once, may be read many times, and is released once; its hol
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -27,7 +28,7 @@ class Extent:
     """Part of the tier's memory, in a form that the tier alone reads."""
 
 
-class Tier:
+class Tier(abc.ABC):
     """Memory with a budget, and the count of the bytes that it holds. Not thread-safe: callers hold the engine lock.
 
     Its references to extents are weak: `forget_lost` counts out one whose release was interrupted, once nobody holds it.
@@ -66,30 +67,30 @@ class Tier:
         """Reason why it did not grow to its budget; None without one."""
         return None
 
+    @abc.abstractmethod
     def reserve(self, nbytes: int) -> Extent | None:
         """Reserves `nbytes`; None when the tier is full."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Timed:
         """Issues the copy of all of `source`, on the device, to an extent, once `after` is done."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Timed:
         """Issues the copy of an extent to `target`, on the device, once `after` is done."""
-        raise NotImplementedError
 
     def release(self, extent: Extent) -> None:
         """Gives the room back; no copy may be in flight."""
         self._count_out(extent)
 
-    def expect(self, nbytes: int) -> None:
+    def expect(self, nbytes: int) -> None:  # noqa: B027 - most tiers have no use for it
         """Announces the most bytes that later steps will hold, by plan; 0: unknown."""
 
     def end_step(self) -> None:
         """Ends a step, all of whose extents have been released."""
         self.forget_lost()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a tier without memory of its own has nothing to give back
         """Waits for pending copies and gives the memory back."""
 
     def _count(self, extent: Extent) -> Extent:

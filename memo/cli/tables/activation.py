@@ -168,7 +168,7 @@ def rate_text(problem: ActivationProblem, step_s: float) -> str:
 
 
 def size_words(problem: ActivationProblem) -> str:
-    """What divides the model and the batch, each after a comma."""
+    """Sizes of the layout above 1, each after a comma: `, dp 2, tp 4`."""
     signature, pipeline = problem.profile.signature, problem.pipeline
     sizes = {
         "dp": problem.replicas,

@@ -35,7 +35,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Kind(enum.Enum):
-    """How a module of a layer is divided."""
+    """Division of a module's weights."""
 
     COLUMN = "outputs"
     ROW = "inputs"
@@ -56,7 +56,7 @@ class DividedModule:
 
 
 class Boundary(enum.Enum):
-    """What happens where a module begins, and with WHOLE where it ends."""
+    """Communication where a module begins, and with WHOLE where it ends."""
 
     ENTRY = "tokens are gathered; gradients are summed"
     WHOLE = "tokens are gathered, and divided again at the end"
@@ -397,7 +397,7 @@ class _Run(TorchDispatchMode):
             )
 
     def _write(self, name: str, x: torch.Tensor, flow: Flow) -> None:
-        """What is written into a tensor is seen by all views of it."""
+        """Gives all views of a tensor the flow of what is written into it."""
         for other in self._views.get(id(x if x._base is None else x._base), ()):
             before = self._state(other)
             flows = {before.flow, flow} - {Flow.CONSTANT}

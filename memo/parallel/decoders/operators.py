@@ -40,7 +40,7 @@ class Flow(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """What is known of a tensor."""
+    """Divided dimension and gradient of a tensor."""
 
     flow: Flow = Flow.CONSTANT
     dim: int | None = None
