@@ -79,13 +79,14 @@ def _divided(
                 tp=layout.tp,
                 pp=layout.pp,
                 dp=layout.dp,
+                cp=layout.cp,
                 sequence_parallel=sequence,
                 microbatches=4 if layout.pp > 1 else None,
             )
         except UsageError as error:
             return {"outcome": "refused", "reason": one_line(error)}
     whole = [str(one.message).split(": ", 1)[1] for one in told if "stays whole" in str(one.message)]
-    replica = dist.get_rank() // layout.tp % layout.dp
+    replica = dist.get_rank() // (layout.cp * layout.tp) % layout.dp
     own = ids.unflatten(0, (layout.dp, -1))[replica]
     failed = ""
     off = 0.0
@@ -177,7 +178,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sweep on this rank, or writes the page; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("tp", "pp", "dp"):
+    for name in ("tp", "pp", "dp", "cp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="classes")
     parser.add_argument("--decoders", action="store_true", help="causal language models alone")
@@ -194,13 +195,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
-    layout = Layout(tp=args.tp, pp=args.pp, dp=args.dp)
+    layout = Layout(tp=args.tp, pp=args.pp, dp=args.dp, cp=args.cp)
     small_architectures.use_key_heads(max(2, args.tp))
     index, _, count = args.part.partition("/")
     chosen = [name for name in names() if not args.decoders or name.endswith(("ForCausalLM", "LMHeadModel"))]
     wanted = args.only or chosen[int(index) - 1 :: int(count)]
     leads = dist.get_rank() == 0
-    shape = " ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp") if getattr(layout, name) > 1)
+    shape = " ".join(
+        f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp") if getattr(layout, name) > 1
+    )
     head = {"torch": torch.__version__, "transformers": transformers.__version__, "layout": shape, "part": args.part}
     rows: list[dict[str, Any]] = []
     for name in wanted:

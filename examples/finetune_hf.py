@@ -13,9 +13,9 @@ report of these 6 steps, a minute or so on two cores, says what was offloaded an
 
 memo needs two lines: `memo.offload(model)`, and `with manager:` around the forward. At this length the logits matter, too:
 a quarter of a million tokens times 128,000 words in float32 are 128 GiB. `memo.loss_without_logits(model)` computes the
-model's loss from one chunk of logits at a time. With `--tp`, `--pp` or `--dp`, `memo.parallelize` divides the model over the
-processes; the losses stay those of one process with as many rows. `--output` writes the model as transformers does, for
-`from_pretrained`, and AdamW's state beside it. `--without-memo` trains without offloading: `python -m
+model's loss from one chunk of logits at a time. With `--tp`, `--pp`, `--dp` or `--cp`, `memo.parallelize` divides the model
+over the processes; the losses stay those of one process with as many rows. `--output` writes the model as transformers does,
+for `from_pretrained`, and AdamW's state beside it. `--without-memo` trains without offloading: `python -m
 benchmarks.finetune_hf` runs both under a memory limit that only the run with memo survives.
 """
 
@@ -54,7 +54,7 @@ SMALL = "700MiB"
 def main() -> int:
     """Trains, prints a line per step and returns the exit code."""
     args = arguments()
-    device, first = join_others(args.tp * args.pp * args.dp)
+    device, first = join_others(args.tp * args.pp * args.dp * args.cp)
     if device.type == "cpu":
         return_freed_memory()
     torch.manual_seed(args.seed)
@@ -122,11 +122,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dp", type=int, default=1, help="processes that divide the rows, and shard weights (default 1)"
     )
+    parser.add_argument("--cp", type=int, default=1, help="processes that divide the tokens of each row (default 1)")
     parser.add_argument("--microbatches", type=int, help="parts of a step (default: 1, with --pp twice as many)")
     parser.add_argument("--schedule", default="1f1b", help="with --pp: gpipe, 1f1b or interleaved-1f1b (default 1f1b)")
-    parser.add_argument(
-        "--stage-layers", help="with --pp: layers of each stage, such as 9,7 (default: equal parameters)"
-    )
+    parser.add_argument("--stage-layers", help="with --pp: layers of each stage, such as 9,7 (default: equal FLOPs)")
     parser.add_argument("--rows", type=int, help="sequences of a step (default: one for each process or microbatch)")
     parser.add_argument("--resume", type=Path, help="folder that a run's --output wrote, to go on from")
     parser.add_argument(
@@ -156,8 +155,8 @@ def join_others(ranks: int) -> tuple[torch.device, bool]:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
         sys.exit(
-            f"finetune_hf: --tp times --pp times --dp is {ranks}, and {started} processes were started; start them with "
-            f"torchrun --nproc-per-node {ranks}"
+            f"finetune_hf: --tp times --pp times --dp times --cp is {ranks}, and {started} processes were started; start "
+            f"them with torchrun --nproc-per-node {ranks}"
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -182,9 +181,11 @@ def divided(args: argparse.Namespace, tokens: TokenFile, device: torch.device, c
         tp=args.tp,
         pp=args.pp,
         dp=args.dp,
+        cp=args.cp,
         microbatches=args.microbatches if args.pp > 1 else None,
         schedule=args.schedule,
         stage_layers=parse_layer_counts(args.stage_layers) if args.stage_layers else (),
+        tokens=parse_tokens(args.seq) if args.pp > 1 else None,
     )
     for whole in [stage.model for stage in part.stages if stage.is_last] if args.pp > 1 else [part]:
         memo.loss_without_logits(whole)
@@ -195,7 +196,7 @@ def own_rows(args: argparse.Namespace, rows: int) -> slice:
     """The rows of a batch that this process's replica takes."""
     if rows % (args.dp * args.microbatches):
         sys.exit(f"finetune_hf: --rows {rows} do not divide over --dp {args.dp} and --microbatches {args.microbatches}")
-    replica = dist.get_rank() // args.tp % args.dp if dist.is_initialized() else 0
+    replica = dist.get_rank() // (args.cp * args.tp) % args.dp if dist.is_initialized() else 0
     return slice(replica * rows // args.dp, (replica + 1) * rows // args.dp)
 
 

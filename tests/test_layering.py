@@ -68,8 +68,8 @@ IMPORTS = {
     "memo/gpt/model memo/gpt/train",
     "memo/dry_run": "memo mip/activation allocator swap face memo/machine memo/parallel memo/autoplan memo/gpt/optim "
     "memo/gpt memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
-    "memo/hugging_face": "memo mip/inputs allocator swap face memo/machine memo/loss memo/autoplan memo/gpt "
-    "memo/gpt/arithmetic memo/record",
+    "memo/hugging_face": "memo mip/inputs allocator swap face memo/machine memo/parallel memo/parallel/decoders memo/loss "
+    "memo/autoplan memo/gpt memo/gpt/arithmetic memo/record memo/dry_run",
     "memo/search": "memo mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/adapt": "memo mip mip/inputs mip/activation allocator swap face memo/trace memo/machine memo/parallel "
     "memo/autoplan memo/gpt memo/gpt/arithmetic memo/gpt/train memo/search",

@@ -18,6 +18,9 @@ from memo.errors import RecordError
 from memo.gpt.arithmetic import CollectiveKind
 from memo.torch_private import OpOverload, resolve_process_group
 
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of torch's collectives."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
@@ -66,7 +69,7 @@ def collective_of(func: OpOverload, args: tuple[Any, ...]) -> CollectiveCall | N
     Raises:
         RecordError: it is a collective that memo's training step does not have.
     """
-    if func.namespace not in ("c10d", "_c10d_functional"):
+    if func.namespace not in COLLECTIVES:
         return None
     name = func._schema.name.partition("::")[2]
     if name in _SILENT or _votes(name, args):

@@ -10,10 +10,11 @@ import collections
 import dataclasses
 from typing import Any
 
-from memo.allocator import AllocationSite
+from memo.allocator import AllocationSite, LocalTensorMode
+from memo.dry_run import COLLECTIVES, collective_of
+from memo.gpt.arithmetic import Collective, Ranks
 from memo.machine import KernelTimes
 from memo.mip.inputs import Hardware
-from memo.torch_private import TorchDispatchMode
 
 EMBEDDING, HEAD = "embedding", "head"
 MOST_OPERATORS = 30_000
@@ -32,6 +33,8 @@ class PassCost:
     attention_flops: float = 0.0
     """FLOPs of fused attention's forward, causal where it is."""
     attention_s: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    """Of tensor parallelism; they take no time here."""
 
     def with_attention_s(self, attention_s: float, machine: Hardware) -> float:
         """Seconds of the pass with so many of attention's kernel: no fewer than its kernels take to launch."""
@@ -42,7 +45,7 @@ class TooManyOperators(Exception):
     """The step has more operators than it is worth to count."""
 
 
-class KernelClock(TorchDispatchMode):
+class KernelClock(LocalTensorMode):
     """Counts while it is entered. `AllocationSites` tells it which layer runs.
 
     Args:
@@ -51,7 +54,7 @@ class KernelClock(TorchDispatchMode):
     """
 
     def __init__(self, machine: Hardware, *, most: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.site = AllocationSite()
         self.spent: dict[str, PassCost] = collections.defaultdict(PassCost)
         """Costs by `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
@@ -60,12 +63,8 @@ class KernelClock(TorchDispatchMode):
         self._phase = "forward"
         self._operators, self._most = 0, most
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as memo.allocator.LocalTensorMode
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator, and counts it."""
         out = func(*args, **kwargs)
         self._operators += 1
         if 0 < self._most < self._operators:
@@ -84,6 +83,10 @@ class KernelClock(TorchDispatchMode):
 
     def _count(self, spent: PassCost, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         spent.operators += 1
+        if (call := collective_of(func, args)) is not None:
+            spent.collectives += (Collective(kind=call.kind, ranks=Ranks.TENSOR, nbytes=call.nbytes),)
+        if func.namespace in COLLECTIVES:
+            return
         time = self._times.of(func, args, kwargs, out)
         spent.kernels += time.seconds > 0
         spent.product_flops += time.product_flops

@@ -6,9 +6,11 @@ and of context parallelism. A step is recorded once for each length; what layout
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +23,7 @@ from memo.gpt.arithmetic import (
     STATES,
     AdapterDtype,
     BaseFormat,
+    Collective,
     Optimizer,
     RankWeights,
     RecomputeMethod,
@@ -28,6 +31,7 @@ from memo.gpt.arithmetic import (
     Training,
     adapter_states,
     end_states,
+    exchange_s,
     layer_states,
     orthogonalisation_flops,
 )
@@ -35,6 +39,7 @@ from memo.hugging_face.configuration import INSTALL, LEAST_TRANSFORMERS, languag
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step, with_more_sequences
+from memo.hugging_face.tensor_parallel_rank import tensor_parallel_rank
 from memo.mip.inputs import (
     Collectives,
     EmbeddingOrHeadProfile,
@@ -45,6 +50,7 @@ from memo.mip.inputs import (
     Signature,
     StaticBytes,
 )
+from memo.parallel.decoders import check_context
 from memo.swap import comparing_nbytes
 
 LARGE_TOKENS = 1 << 14
@@ -97,11 +103,15 @@ class HuggingFaceModel:
         self._say = say
         self._whole, config = config, language_part(config)
         self._config = config
-        self._short: ShortModel = short_model(
-            config, name=name, dtype=_DTYPES[precision], lora=lora, adapter_dtype=_ADAPTER_DTYPES[lora_dtype]
+        build = functools.partial(
+            short_model, name=name, dtype=_DTYPES[precision], lora=lora, adapter_dtype=_ADAPTER_DTYPES[lora_dtype]
         )
-        self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
-        self._with_logits: dict[tuple[Hardware, int, int], RecordedStep] = {}
+        self._build_again = functools.partial(build, copy.deepcopy(config))
+        self._short: ShortModel = build(config)
+        self._of_rank = {1: self._short}
+        """By the number of tensor-parallel ranks the model that one of them has."""
+        self._recorded: dict[tuple[Hardware, int, int, int], RecordedStep] = {}
+        self._with_logits: dict[tuple[Hardware, int, int, int], RecordedStep] = {}
         self._other: HuggingFaceModel | None = None
 
     def with_loss_without_logits(self) -> HuggingFaceModel | None:
@@ -132,7 +142,16 @@ class HuggingFaceModel:
     def heads(self) -> int:
         """Attention heads that context parallelism may exchange; 0 where it cannot."""
         heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
-        return heads if self._short.attention == FUSED else 0
+        return heads if self._why_no_context is None else 0
+
+    @functools.cached_property
+    def _why_no_context(self) -> str | None:
+        """Reason why `memo.parallelize` does not divide the model's tokens."""
+        try:
+            check_context(self._short.model)
+        except UsageError as error:
+            return str(error)
+        return None
 
     @property
     def parameters(self) -> int:
@@ -166,33 +185,51 @@ class HuggingFaceModel:
             found.append("each expert gets as many tokens as the others")
         return tuple(found)
 
-    def recorded(self, machine: Hardware, *, tokens: int, batch: int) -> RecordedStep:
-        """The step of one rank with so many tokens in each sequence.
+    def recorded(self, machine: Hardware, *, tokens: int, batch: int, tp: int = 1) -> RecordedStep:
+        """The step of one rank with so many tokens in each sequence, one of so many that divide the matrices.
 
         Raises:
-            UsageError: the model's code cannot run without data.
+            UsageError: the model's code cannot run without data, or `memo.parallelize` does not divide it so.
         """
-        key = (machine, tokens, batch)
+        key = (machine, tokens, batch, tp)
         if key in self._recorded:
             return self._recorded[key]
         few = -(-LARGE_TOKENS // tokens)
         more = None
         if batch > 2 * few:
-            few_and_twice = (self.recorded(machine, tokens=tokens, batch=size) for size in (few, 2 * few))
+            few_and_twice = (self.recorded(machine, tokens=tokens, batch=size, tp=tp) for size in (few, 2 * few))
             more = with_more_sequences(*few_and_twice, times=Fraction(batch, few))
         if more is None:
-            more = recorded_step(
-                self._short,
-                name=self.name,
-                tokens=tokens,
-                batch=batch,
-                machine=machine,
-                without_logits=self._without_logits,
-                with_logits=self._with_logits.get(key),
-                say=self._say,
-            )
+            with self._rank(tp) as short:
+                more = recorded_step(
+                    short,
+                    name=self.name,
+                    tokens=tokens,
+                    batch=batch,
+                    machine=machine,
+                    without_logits=self._without_logits,
+                    with_logits=self._with_logits.get(key),
+                    say=self._say,
+                )
         self._recorded[key] = more
         return more
+
+    @contextlib.contextmanager
+    def _rank(self, tp: int) -> Iterator[ShortModel]:
+        if tp == 1:
+            yield self._short
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                short = stack.enter_context(tensor_parallel_rank(self._build_again(), tp))
+            except UsageError as error:
+                raise UsageError(f"--tp {tp}: {self.name}: {error}") from error
+            whole = self._short  # its modules, which other processes of a search can be sent
+            kinds = tuple(
+                dataclasses.replace(own, layer=kind.layer) for own, kind in zip(short.kinds, whole.kinds, strict=True)
+            )
+            self._of_rank[tp] = dataclasses.replace(short, model=whole.model, stacks=whole.stacks, kinds=kinds)
+            yield short
 
     def profile(
         self,
@@ -212,7 +249,7 @@ class HuggingFaceModel:
 
         Args:
             machine: rates and memories of the machine.
-            layout: size of the step and its parallelism; tensor parallelism is refused.
+            layout: size of the step and its parallelism.
             accumulate: microbatches in a step.
             zero: what is sharded over data-parallel ranks, as `Training.zero`.
             sharded_over: ranks that share one copy, as `Training.sharded_over`.
@@ -247,16 +284,18 @@ class HuggingFaceModel:
         )
         weights = RankWeights(machine, layout, training)
         tokens = layout.tokens // layout.cp
-        step = self.recorded(machine, tokens=tokens, batch=layout.batch)
-        of_rank = _Rank(self._short, step, machine, layout, weights)
-        classes = tuple(of_rank.layer(kind, recompute) for kind in self._short.kinds if kind.name not in step.idle)
-        flops = of_rank.model_flops()
+        step = self.recorded(machine, tokens=tokens, batch=layout.batch, tp=layout.tp)
+        of_rank = _Rank(self._of_rank[layout.tp], step, machine, layout, weights)
+        classes = tuple(of_rank.layer(kind, recompute) for kind in of_rank.short.kinds if kind.name not in step.idle)
+        whole = step if layout.tp == 1 else self.recorded(machine, tokens=tokens, batch=layout.batch)
+        flops = dataclasses.replace(of_rank, short=self._short, step=whole).model_flops()
         return Profile(
             signature=Signature(
                 model=name or self.name,
                 batch=layout.batch,
                 tokens=layout.tokens,
                 dtype=str(self._precision),
+                tp=layout.tp,
                 cp=layout.cp,
                 pp=layout.pp,
             ),
@@ -276,11 +315,6 @@ class HuggingFaceModel:
         )
 
     def _check(self, layout: StepLayout) -> None:
-        if layout.tp > 1:
-            raise UsageError(
-                f"--tp {layout.tp}: {self.name} is not divided by tensors; use --zero 3, which shards its weights, or --cp, "
-                "which divides its tokens, or --pp"
-            )
         if layout.ep > 1:
             raise UsageError(
                 f"--ep {layout.ep}: the experts of {self.name} are not divided; use --zero 3, which shards their weights, "
@@ -290,13 +324,14 @@ class HuggingFaceModel:
             raise UsageError(
                 f"{len(self._short.layers)} layers do not make {layout.pp} pipeline stages; use a smaller pp"
             )
-        heads = self.heads
-        if layout.tokens % layout.cp:
-            raise UsageError(f"cp {layout.cp} does not divide {layout.tokens} tokens")
+        heads = self.heads // layout.tp
+        if layout.tokens % (layout.tp * layout.cp):
+            shards = f"tp {layout.tp} x cp {layout.cp}" if layout.tp > 1 else f"cp {layout.cp}"
+            raise UsageError(f"{shards} does not divide {layout.tokens} tokens")
         if layout.cp > 1 and heads and heads % layout.cp:
             raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
-        if layout.cp > 1 and not heads:
-            raise UsageError(f"--cp {layout.cp}: the attention of {self.name} is its own, and cannot exchange heads")
+        if layout.cp > 1 and self._why_no_context is not None:
+            raise UsageError(f"--cp {layout.cp}: {self.name}: {self._why_no_context}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -365,6 +400,10 @@ class _Rank:
         """A kind's profile."""
         own, parameters, weights = self.step.layers[kind.name], kind.parameters, self.weights
         context_s = self._context_s(own)
+        forward_exchange_s = context_s + self._tensor_s(own.forward.collectives)
+        backward_exchange_s = context_s + self._tensor_s(own.backward.collectives)
+        # Which point repeats which collectives is not recorded; they go with the products.
+        repeated_s = self._tensor_s(own.repeated) / max((point.recompute_flops for point in own.points), default=1.0)
         # Heads are exchanged for tokens: a rank's heads see all tokens, cp times those that were recorded.
         attention_s, backward_attention_s = (self.layout.cp * seconds for seconds in own.attention_s)
         attention_flops = self.layout.cp * own.attention_flops
@@ -373,7 +412,12 @@ class _Rank:
         made_s = (NF4_BYTES + self.short.itemsize) * sum(linear) / self.machine.elementwise_bytes_per_s
         matrix = self.short.itemsize * max(linear, default=0)
         points = tuple(
-            dataclasses.replace(point, recompute_s=point.recompute_s + made_s * (point.recompute_flops > 0))
+            dataclasses.replace(
+                point,
+                recompute_s=point.recompute_s
+                + made_s * (point.recompute_flops > 0)
+                + repeated_s * point.recompute_flops,
+            )
             for point in own.points
         )
         largest = max(own.storages, default=0)
@@ -382,14 +426,14 @@ class _Rank:
             always_bytes=0,
             other_bytes=max(own.saved_nbytes - own.points[0].saved_bytes, 0),
             points=points,
-            forward_s=own.forward.with_attention_s(attention_s, self.machine) + made_s + context_s,
-            backward_s=own.backward.with_attention_s(backward_attention_s, self.machine) + made_s + context_s,
+            forward_s=own.forward.with_attention_s(attention_s, self.machine) + made_s + forward_exchange_s,
+            backward_s=own.backward.with_attention_s(backward_attention_s, self.machine) + made_s + backward_exchange_s,
             forward_flops=own.forward.product_flops + attention_flops,
             backward_flops=own.backward.product_flops + 2 * attention_flops,
             attention_flops=attention_flops,
             attention_s=attention_s,
-            forward_exchange_s=context_s,
-            backward_exchange_s=context_s,
+            forward_exchange_s=forward_exchange_s,
+            backward_exchange_s=backward_exchange_s,
             gather_s=weights.gather_s(parameters),
             sync_s=weights.sync_s(kind.trained),
             forward_transient_bytes=own.forward_transient_nbytes + comparing_nbytes(largest) + matrix,
@@ -415,10 +459,11 @@ class _Rank:
         return self._end(self.step.head, parameters, sync=parameters if self.layout.pp > 1 else 0)
 
     def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EmbeddingOrHeadProfile:
-        waits_s = self.weights.end_gather_s(parameters)
+        waits_s = self.weights.end_gather_s(parameters) + self._tensor_s(own.forward.collectives)
+        back_s = self._tensor_s(own.backward.collectives)
         return EmbeddingOrHeadProfile(
             forward_s=own.forward.with_attention_s(own.forward.attention_s, self.machine) + waits_s,
-            backward_s=own.backward.with_attention_s(own.backward.attention_s, self.machine),
+            backward_s=own.backward.with_attention_s(own.backward.attention_s, self.machine) + back_s,
             forward_flops=own.forward.product_flops,
             backward_flops=own.backward.product_flops,
             forward_exchange_s=waits_s,
@@ -427,6 +472,10 @@ class _Rank:
             transient_bytes=own.transient_nbytes,
             static=self.weights.end_static(parameters),
         )
+
+    def _tensor_s(self, collectives: Iterable[Collective]) -> float:
+        """Seconds of tensor parallelism's collectives."""
+        return exchange_s(collectives, self.machine, self.layout)
 
     def _context_s(self, own: RecordedLayer) -> float:
         """Seconds of context parallelism's exchanges in one pass: queries, keys, values, and attention's result."""

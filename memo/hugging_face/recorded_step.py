@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo.allocator import Allocation, AllocationTrace, BytelessMode
 from memo.autoplan import points_of
 from memo.errors import MemoError, UsageError, one_line
+from memo.gpt.arithmetic import Collective
 from memo.hugging_face.configuration import quiet
 from memo.hugging_face.fused_attention import attended_in
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
@@ -29,7 +31,7 @@ from memo.loss import LOGIT_NBYTES, added_nbytes, chunk_tokens, loss_without_log
 from memo.machine import replay_rates
 from memo.mip.inputs import ALL, Hardware, PointProfile
 from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
-from memo.swap import Layer, LayerCosts, argument_storages, cast_of_parameter, find_layers, layer_input
+from memo.swap import Layer, LayerCosts, argument_storages, cast_of_parameter, find_layers, layer_input, local_part
 from memo.units import format_tokens
 
 _MANY_OPERATORS = 500
@@ -57,6 +59,8 @@ class RecordedLayer:
     leaving_nbytes: int
     forward_transient_nbytes: int
     backward_transient_nbytes: int
+    repeated: tuple[Collective, ...] = ()
+    """Collectives that a recompute of the whole layer repeats."""
 
     @property
     def saved_nbytes(self) -> int:
@@ -339,7 +343,8 @@ class _Recording:
         peaks: _Peaks,
     ) -> RecordedLayer:
         forward, backward = (clock.spent[f"{layer.name}.{way}"] for way in ("forward", "backward"))
-        repeated = again.spent[f"{layer.name}.backward"].product_flops - backward.product_flops
+        replayed = again.spent[f"{layer.name}.backward"]
+        repeated = replayed.product_flops - backward.product_flops
         attended = attended_in(layer.module)
         storages = saved.inside[layer.name]
         points = () if costs is None else points_of(costs, again_flops=max(repeated, 0.0))
@@ -355,6 +360,7 @@ class _Recording:
             leaving_nbytes=sum(one.leaving_nbytes for one in attended),
             forward_transient_nbytes=peaks.forward.get(layer.name, 0),
             backward_transient_nbytes=peaks.backward.get(layer.name, 0),
+            repeated=tuple((Counter(replayed.collectives) - Counter(backward.collectives)).elements()),
         )
 
 
@@ -374,7 +380,7 @@ class _Saved:
         self._entered: set[torch.UntypedStorage] = set()
         """Results of layers, which the head may save."""
         # Storage objects compare by identity, and are kept here, so that none is reused for another storage.
-        self._seen = {tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
+        self._seen = {local_part(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Tensor-parallel group of a model that `memo.parallelize` divided: its ranks must treat each layer in the same way."""
+"""Group of ranks among which `memo.parallelize` divided a layer: they must treat it in the same way."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 _GROUPS: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def note_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Records that the layers of `model` are divided over `group`."""
-    _GROUPS[model] = group
+def note_group(layer: nn.Module, group: dist.ProcessGroup) -> None:
+    """Records that a layer is divided over `group`."""
+    _GROUPS[layer] = group
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Group recorded for the model, or for the first of its modules that has one; None for others."""
+    """Group recorded for the first of the model's modules that has one; None for others."""
     return next((_GROUPS[module] for module in model.modules() if module in _GROUPS), None) if _GROUPS else None

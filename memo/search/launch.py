@@ -69,21 +69,21 @@ def why_not_finetuned(request: Request, candidate: Candidate) -> str | None:
         return "examples/finetune_hf.py has AdamW on the device, and plans its own recompute"
     if not runs_under_parallelize(candidate):
         schedules = ", ".join(one for one in PipelineSchedule if not one.splits_backward)
-        return f"memo.parallelize has ZeRO 3 over all data-parallel ranks, no --cp, and of schedules {schedules}"
+        return f"memo.parallelize has ZeRO 3 over all data-parallel ranks, and of schedules {schedules}"
     return None
 
 
 def runs_under_parallelize(candidate: Candidate) -> bool:
     """Whether `memo.parallelize` divides a model of transformers as the candidate does."""
     scheduled = candidate.shape.pp == 1 or (not candidate.schedule.splits_backward and candidate.chunks <= 2)
-    return candidate.is_fully_sharded and candidate.shape.cp == 1 and scheduled
+    return candidate.is_fully_sharded and scheduled
 
 
 def finetune_arguments(request: Request, candidate: Candidate) -> tuple[str, ...]:
     """Arguments of examples/finetune_hf.py for a layout of a configuration."""
     shape, setting = candidate.shape, candidate.setting
     flags = {"model": request.model, "seq": str(request.layout.tokens)}
-    flags |= {name: str(size) for name in ("tp", "pp", "dp") if (size := getattr(shape, name)) > 1}
+    flags |= {name: str(size) for name in ("tp", "pp", "dp", "cp") if (size := getattr(shape, name)) > 1}
     if setting.accumulate > 1:
         flags["microbatches"] = str(setting.accumulate)
     if shape.pp > 1:

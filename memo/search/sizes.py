@@ -21,13 +21,14 @@ class ModelSizes:
     heads: int
     kv_heads: int
     ffn: int
-    has_tensor_parallelism: bool
+    asked_tp: int | None = None
+    """Of a model of transformers, whose other numbers are not tried, the ranks of `--tp`, or 1."""
     experts: int = 1
     """That ranks of data parallelism may divide; 1 without."""
 
     @classmethod
-    def of(cls, request: Request) -> ModelSizes:
-        """Sizes of a request's model."""
+    def of(cls, request: Request, *, tp: object = None) -> ModelSizes:
+        """Sizes of a request's model; `tp` is the number of tensor-parallel ranks that is asked for."""
         config = request.config
         if isinstance(config, GPTConfig):
             moe = config.moe
@@ -36,24 +37,24 @@ class ModelSizes:
                 heads=config.heads,
                 kv_heads=config.kv_heads,
                 ffn=config.ffn if moe is None else math.gcd(config.ffn, moe.shared_hidden or config.ffn),
-                has_tensor_parallelism=True,
                 experts=config.expert_count or 1,
             )
         assert config is not None
-        return cls(layers=config.layers, heads=config.heads, kv_heads=config.heads, ffn=1, has_tensor_parallelism=False)
+        asked = tp if isinstance(tp, int) else 1
+        return cls(layers=config.layers, heads=config.heads, kv_heads=config.heads, ffn=1, asked_tp=asked)
 
     @property
     def tensor_words(self) -> str:
         """Sizes that ranks of tensor parallelism divide."""
-        if not self.has_tensor_parallelism:
-            return "a model of transformers, whose matrices stay whole"
+        if self.asked_tp is not None:
+            return "a model of transformers"
         kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} key/value heads"
         return f"{self.heads} heads{kv} and an MLP of {self.ffn}"
 
     def tensor_ranks(self) -> list[int]:
         """Numbers of ranks that divide the heads and the MLP."""
-        if not self.has_tensor_parallelism:
-            return [1]
+        if self.asked_tp is not None:
+            return sorted({1, self.asked_tp})
         return [tp for tp in divisors_of(self.kv_heads) if self.heads % tp == 0 and self.ffn % tp == 0]
 
     def context_ranks(self, tp: int) -> list[int]:

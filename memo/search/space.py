@@ -107,6 +107,11 @@ class Space:
         return self.nodes * self.gpus_per_node
 
     @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        """Sizes of the model that ranks divide."""
+        return ModelSizes.of(self.request, tp=self.fixed.get("tp"))
+
+    @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """Shapes that divide the model and the step, those with most GPUs first."""
         found = [shape for shape in self._divisors() if self._is_whole(shape.gpus) and self._why_not(shape) is None]
@@ -132,7 +137,7 @@ class Space:
     @property
     def why_empty(self) -> str:
         """Why no shape has the fixed values, with the nearest that would do."""
-        model, fixed = ModelSizes.of(self.request), self.fixed
+        model, fixed = self.sizes, self.fixed
         tp = fixed.get("tp")
         options: dict[str, tuple[str, Sequence[int]]] = {
             "tp": (model.tensor_words, model.tensor_ranks()),
@@ -339,7 +344,7 @@ class Space:
 
     def _divisors(self) -> Iterator[Shape]:
         """Shapes whose numbers divide the model's and the step's, on up to all GPUs."""
-        model = ModelSizes.of(self.request)
+        model = self.sizes
         tps = [tp for tp in model.tensor_ranks() if tp <= self.gpus]
         for tp in tps:
             for cp in self._context_options(tp)[1]:
@@ -351,7 +356,7 @@ class Space:
 
     def _ways(self, shape: Shape) -> Iterator[Shape]:
         """Shapes of the same ranks, by attention and by the ranks that divide the experts."""
-        for ep in divisors_of(math.gcd(shape.dp, ModelSizes.of(self.request).experts)):
+        for ep in divisors_of(math.gcd(shape.dp, self.sizes.experts)):
             if self._agrees(dataclasses.replace(shape, ep=ep)):
                 yield from (dataclasses.replace(shape, ep=ep, ring=ring) for ring in self._attentions(shape))
 
@@ -367,7 +372,7 @@ class Space:
 
     def _context_options(self, tp: int | None) -> tuple[str, Sequence[int]]:
         """Words for what ranks of context parallelism divide, and the numbers of ranks that do, ascending."""
-        model, tokens = ModelSizes.of(self.request), self.request.layout.tokens
+        model, tokens = self.sizes, self.request.layout.tokens
         heads = f"{model.heads} heads" if tp is None else f"{model.heads} heads on --tp {tp}"
         if not self._may_ring:
             return heads, model.context_ranks(tp or 1)
@@ -378,7 +383,7 @@ class Space:
 
     def _attentions(self, shape: Shape) -> tuple[bool, ...]:
         """Ways of attention under context parallelism: False exchanges heads for tokens, True is a ring."""
-        model, tokens = ModelSizes.of(self.request), self.request.layout.tokens
+        model, tokens = self.sizes, self.request.layout.tokens
         if shape.cp == 1:
             return (False,)
         exchanges = shape.tp in model.tensor_ranks() and shape.cp in model.context_ranks(shape.tp)
@@ -396,7 +401,7 @@ class Space:
 
     def _why_not(self, shape: Shape) -> str | None:
         """Reason why a shape is left out; None where it is not."""
-        model, per_node, tokens = ModelSizes.of(self.request), self.gpus_per_node, self.request.layout.tokens
+        model, per_node, tokens = self.sizes, self.gpus_per_node, self.request.layout.tokens
         if shape.tp not in model.tensor_ranks():
             return "tp does not divide the heads and the MLP"
         if shape.ring not in self._attentions(shape):
@@ -422,7 +427,7 @@ class Space:
         if shape.pp == 1:
             options = [(PipelineSchedule.ONE_F_ONE_B, 1)]
         else:
-            layers = ModelSizes.of(self.request).layers
+            layers = self.sizes.layers
             # GPipe holds more than 1F1B in the same time.
             needless = PipelineSchedule.ONE_F_ONE_B.reason_unsupported(setting.accumulate, shape.pp) is None
             needless = needless and self.fixed.get("schedule") is not PipelineSchedule.GPIPE
@@ -444,7 +449,7 @@ class Space:
 
     def _divisions(self, shape: Shape, chunks: int) -> tuple[tuple[int, ...], ...]:
         """Numbers of layers of the runs to try; empty ones are equal, of groups the first ones one larger if need be."""
-        layers, runs = ModelSizes.of(self.request).layers, shape.pp * chunks
+        layers, runs = self.sizes.layers, shape.pp * chunks
         if shape.pp == 1 or self.cluster is not None:
             return ((),)
         equal = ((),) if layers % runs == 0 else ()
@@ -464,7 +469,7 @@ class Space:
         """ZeRO stages, each with the ranks that share a copy: all, a node's, or some of the replicas of each group."""
         fixed = self.fixed.get("zero")
         ranks = shape.dp * shape.cp
-        if ranks == 1 or ModelSizes.of(self.request).experts > 1:  # which are planned as memo train shards them
+        if ranks == 1 or self.sizes.experts > 1:  # which are planned as memo train shards them
             return [(3, None)]
         found: list[tuple[int, int | None]] = [(zero, None) for zero in (3, 2, 1, 0) if fixed in (None, zero)]
         of_node = self.gpus_per_node // shape.tp if shape.tp <= self.gpus_per_node else 1

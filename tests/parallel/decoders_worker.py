@@ -1,6 +1,6 @@
 """Runs under torchrun: small models of transformers in a layout, against one process, and with memo.offload.
 
-    decoders_worker.py TP PP DP NAME...
+    decoders_worker.py TP PP DP CP NAME...
 
 A name ends in +lora where adapters alone are trained.
 """
@@ -24,7 +24,7 @@ from benchmarks.small_architectures import VOCAB, build, use_depth
 from memo.parallel.decoders import whole_tensor
 
 BOUND = 1e-6
-ROWS, TOKENS = 8, 32
+ROWS, TOKENS = 8, 48
 Step = tuple[float, dict[str, torch.Tensor]]
 
 
@@ -62,10 +62,10 @@ def forward(model: Any, ids: torch.Tensor, pipelined: bool) -> torch.Tensor:
     return model.step(input_ids=ids, labels=ids) if pipelined else model(input_ids=ids, labels=ids).loss
 
 
-def check(name: str, tp: int, pp: int, dp: int) -> float:
+def check(name: str, tp: int, pp: int, dp: int, cp: int) -> float:
     """How far losses and gradients are off those of one process. memo changes no bit of them."""
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    own = ids.unflatten(0, (dp, -1))[dist.get_rank() // tp % dp]
+    own = ids.unflatten(0, (dp, -1))[dist.get_rank() // (cp * tp) % dp]
     whole = model_of(name)
     names = {name for name, _ in whole.named_parameters()}
     twins: dict[str, str] = {}
@@ -75,7 +75,7 @@ def check(name: str, tp: int, pp: int, dp: int) -> float:
     want = train(whole, ids, pipelined=False)
 
     def divided() -> Any:
-        return memo.parallelize(model_of(name), tp=tp, pp=pp, dp=dp, microbatches=4 if pp > 1 else None)
+        return memo.parallelize(model_of(name), tp=tp, pp=pp, dp=dp, cp=cp, microbatches=4 if pp > 1 else None)
 
     plain = train(divided(), own, pipelined=pp > 1)
     model = divided()
@@ -108,11 +108,11 @@ def check(name: str, tp: int, pp: int, dp: int) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    tp, pp, dp = map(int, sys.argv[1:4])
+    tp, pp, dp, cp = map(int, sys.argv[1:5])
     use_depth(max(2, 2 * pp) if pp > 1 else 2)
     dist.init_process_group("gloo")
-    for name in sys.argv[4:]:
-        off = check(name, tp, pp, dp)
+    for name in sys.argv[5:]:
+        off = check(name, tp, pp, dp, cp)
         assert off <= BOUND, f"{name}: {off:.3g}"
         if dist.get_rank() == 0:
             print(f"equal {name} within {off:.2g}", flush=True)

@@ -18,9 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import launch
 
 import memo
+from benchmarks.small_architectures import build
 from memo.errors import UsageError
+from memo.parallel import fake_group
+from memo.parallel.decoders import check_context
+from memo.parallel.decoders.calls import calls_of
+from memo.parallel.decoders.context import Sequences
 from memo.parallel.decoders.dataflow import Boundary, DividedModule, Division, Kind, check, run_wide
 from memo.parallel.decoders.operators import NotDivisible
+from memo.parallel.decoders.parallel_model import _stage_ranges
 from memo.parallel.decoders.plan import divide, parts_by_rules
 from memo.parallel.decoders.stages import balanced
 from memo.parallel.gathered_input import enter, kept_for
@@ -32,7 +38,7 @@ RULED = ["GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM+lora"]
 @pytest.mark.parallel
 @pytest.mark.slow
 def test_layers_are_divided_by_their_plan_or_by_two_rules() -> None:
-    said = launch(2, "decoders_worker.py", "2", "1", "1", *PLANNED, *RULED)
+    said = launch(2, "decoders_worker.py", "2", "1", "1", "1", *PLANNED, *RULED)
     for name in (*PLANNED, *RULED):
         assert f"equal {name} within" in said, said
 
@@ -41,7 +47,7 @@ def test_layers_are_divided_by_their_plan_or_by_two_rules() -> None:
 @pytest.mark.slow
 def test_a_pipeline_trains_as_one_process_with_tied_weights_too() -> None:
     names = ["LlamaForCausalLM", "OPTForCausalLM", "Gemma3ForCausalLM"]
-    said = launch(2, "decoders_worker.py", "1", "2", "1", *names)
+    said = launch(2, "decoders_worker.py", "1", "2", "1", "1", *names)
     for name in names:
         assert f"equal {name} within" in said, said
 
@@ -49,16 +55,71 @@ def test_a_pipeline_trains_as_one_process_with_tied_weights_too() -> None:
 @pytest.mark.parallel
 @pytest.mark.slow
 def test_frozen_matrices_that_tensor_and_data_parallel_ranks_gather_stay() -> None:
-    assert "equal Qwen3ForCausalLM+lora" in launch(4, "decoders_worker.py", "2", "1", "2", "Qwen3ForCausalLM+lora")
+    assert "equal Qwen3ForCausalLM+lora" in launch(4, "decoders_worker.py", "2", "1", "2", "1", "Qwen3ForCausalLM+lora")
 
 
 @pytest.mark.parallel
 @pytest.mark.slow
 def test_eight_ranks_of_three_dimensions_train_as_one_process() -> None:
     names = ["LlamaForCausalLM", "Qwen3ForCausalLM+lora", "MixtralForCausalLM"]
-    said = launch(8, "decoders_worker.py", "2", "2", "2", *names, timeout_s=900)
+    said = launch(8, "decoders_worker.py", "2", "2", "2", "1", *names, timeout_s=900)
     for name in names:
         assert f"equal {name} within" in said, said
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["1 1 1 2", "2 1 1 2", "1 2 1 2"])
+def test_ranks_with_tokens_of_their_own_train_as_one_process(sizes: str) -> None:
+    names = ["LlamaForCausalLM", "MistralForCausalLM"]  # the second within a window
+    names += ["OPTForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM+lora"] if sizes == "1 1 1 2" else []
+    tp, pp, dp, cp = map(int, sizes.split())
+    said = launch(tp * pp * dp * cp, "decoders_worker.py", *sizes.split(), *names)
+    for name in names:
+        assert f"equal {name} within" in said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("RobertaForCausalLM", "it numbers tokens in a way of its own"),  # from its padding token on
+        ("Gemma2ForCausalLM", "its attention has softcap"),
+        ("Llama4ForCausalLM", "its attention is not causal over all tokens or a window of them"),  # of chunks
+        ("MambaForCausalLM", "convolution.default gives"),
+        ("GPTNeoForCausalLM", "bmm.default gives"),  # writes attention out itself
+        ("BloomForCausalLM", "cumsum goes along a divided dimension"),
+        ("WhisperForCausalLM", "its loss is not its loss_function's alone"),
+    ],
+)
+def test_tokens_that_more_than_attention_mixes_are_not_divided(name: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=f"the tokens of {name} cannot be divided over cp=2 ranks: {reason}"):
+        check_context(build(name, experts="eager"))
+
+
+def test_a_model_as_it_was_after_its_tokens_were_checked() -> None:
+    model = llama()
+    before = dict(vars(model.config)), dict(vars(model))
+    check_context(model)
+    assert (dict(vars(model.config)), dict(vars(model))) == before
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "attention_mask: with cp each token sees all before it"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids: with cp tokens are numbered from 0"),
+        ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, "a sequence of 5 tokens does not divide over cp=2"),
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds: with cp a forward takes input_ids, labels"),
+        ({"past_key_values": object()}, "without past_key_values"),
+    ],
+)
+def test_batches_that_context_parallelism_would_read_otherwise_are_refused(
+    batch: dict[str, torch.Tensor], reason: str
+) -> None:
+    with fake_group(2):
+        sequences = Sequences(llama(), dist.group.WORLD)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=reason):
+            sequences.own({"input_ids": torch.zeros(1, 4, dtype=torch.int64), **batch})
 
 
 class Block(nn.Module):
@@ -196,7 +257,11 @@ def llama(layers: int = 2) -> LlamaForCausalLM:
         ({"pp": 4}, "4 pipeline stages are more than the 2 layers of LlamaForCausalLM; use pp=2"),
         ({"pp": 2, "schedule": "interleaved-1f1b"}, "4 pipeline stages .* use pp=2, schedule='1f1b'"),
         ({"tp": 3}, "3 ranks do not divide the model's 4 heads; each needs whole ones; 2 would"),
-        ({"cp": 2}, "cp=2: attention of transformers is not divided over tokens; use tp=2, cp=1"),
+        (
+            {"cp": 3},
+            "the tokens of LlamaForCausalLM cannot be divided over cp=3 ranks: 3 ranks do not divide the 4 heads",
+        ),
+        ({"tp": 2, "tokens": 4096}, "tokens has no meaning without pp"),
         ({"pp": 2, "microbatches": 1}, "microbatches=1 is too few for 1f1b on 2 pipeline ranks; at least 2"),
         (
             {"pp": 2, "schedule": "zbv"},
@@ -211,7 +276,7 @@ def llama(layers: int = 2) -> LlamaForCausalLM:
         ({"pp": 2, "microbatches": 0}, "microbatches=0 is less than 1"),
         ({"tp": 2, "microbatches": 4}, "microbatches has no meaning without pp"),
         ({"dp": 2, "schedule": "gpipe"}, "schedule has no meaning without pp"),
-        ({"tp": 2}, "tp=2, pp=1, dp=1 need 2 processes, and 1 was started: torchrun --nproc-per-node 2"),
+        ({"tp": 2}, "tp=2, pp=1, dp=1, cp=1 need 2 processes, and 1 was started: torchrun --nproc-per-node 2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(sizes: dict[str, object], reason: str) -> None:
@@ -234,6 +299,28 @@ def test_stages_are_balanced_with_the_projection_of_the_last() -> None:
     assert balanced([1.0] * 8, 2, last=2.0) == [range(5), range(5, 8)]
     assert balanced([1.0, 1.0, 4.0, 1.0], 3, last=0.0) == [range(2), range(2, 3), range(3, 4)]
     assert balanced([1.0] * 3, 3, last=9.0) == [range(1), range(1, 2), range(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layers"), [(32, [9, 9, 9, 5]), (1 << 17, [8, 8, 8, 8])], ids=["the projection counts", "scores do"]
+)
+def test_stages_are_balanced_by_the_work_on_a_sequence(tokens: int, layers: list[int]) -> None:
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=32, vocab_size=160_000))
+    own = list(model.model.layers)
+    calls = calls_of(model, own, tokens=32)
+    assert [len(stage) for stage in _stage_ranges(own, calls, 4, (), tokens)] == layers
+
+
+def test_experts_count_as_the_tokens_that_they_get() -> None:
+    model = build("MixtralForCausalLM", experts="eager")
+    layer = model.model.layers[0]
+    whole = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    experts = sum(p.numel() for p in layer.mlp.experts.parameters())
+    active = whole - experts + experts * model.config.num_experts_per_tok // model.config.num_local_experts
+    calls = calls_of(model, list(model.model.layers), tokens=32)
+    assert calls.flops[layer][0] == pytest.approx(2 * 32 * active, rel=0.02)
 
 
 def test_weights_that_layers_share_are_refused() -> None:

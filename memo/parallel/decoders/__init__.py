@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.parallel.decoders.context import check_context as check_context
     from memo.parallel.decoders.parallel_model import parallelize as parallelize
     from memo.parallel.decoders.pipeline import DecoderPipeline as DecoderPipeline, whole_tensor as whole_tensor
 else:

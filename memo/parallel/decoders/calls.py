@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError, one_line
 from memo.parallel.decoders.dataflow import Call, first_hidden, first_output, meta_tensors, tensors_of, with_hidden
@@ -49,6 +50,14 @@ class ForwardCalls:
 
     layers: list[LayerCall]
     outside: list[OutsideCall]
+    tokens: int
+    flops: dict[nn.Module, tuple[int, int]]
+    """FLOPs of each module: of products with weights, and of attention's scores."""
+
+    def cost(self, module: nn.Module, tokens: int) -> float:
+        """FLOPs of a module's forward on a sequence of tokens, of which each attends to those before it."""
+        times, (products, scores) = tokens / self.tokens, self.flops.get(module, (0, 0))
+        return products * times + scores * times**2 / 2
 
 
 def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> ForwardCalls:
@@ -103,10 +112,20 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
     # Without a mask models look at the tokens.
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     batch = {name: value for name, value in batch.items() if takes_any or name in accepted}
-    with tracing(model), contextlib.ExitStack() as stack:
+    pairs: dict[nn.Module, int] = {}
+
+    def before_experts(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = tensors_of((args, kwargs))
+        pairs[module] = next((x.numel() for x in given if not x.is_floating_point()), given[0].shape[0])
+
+    names = {module: f"{type(model).__name__}.{name}" for name, module in model.named_modules()}
+    counter = FlopCounterMode(display=False)
+    with tracing(model), counter, contextlib.ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(after).remove)
+        for module in filter(_is_experts, model.modules()):
+            stack.callback(module.register_forward_pre_hook(before_experts, with_kwargs=True).remove)
         for module in outside_modules(model, layers):
             stack.callback(module.register_forward_hook(after_outside, with_kwargs=True).remove)
         try:
@@ -118,7 +137,18 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
                 f"{type(model).__name__} does not run without data, which memo divides it by: {type(error).__name__}: "
                 f"{one_line(error)}"
             ) from error
-    return ForwardCalls(layers=found, outside=outside)
+    counts = counter.get_flop_counts()
+    flops = {m: _flops(m, counts[key], pairs) for m, key in names.items() if key in counts}
+    return ForwardCalls(layers=found, outside=outside, tokens=tokens, flops=flops)
+
+
+def _flops(module: nn.Module, counts: Mapping[Any, int], pairs: Mapping[nn.Module, int]) -> tuple[int, int]:
+    """FLOPs of products with weights, with those of experts, which a run without data leaves out; and of scores."""
+    scores = sum(count for operator, count in counts.items() if str(operator) in ("aten.bmm", "aten.baddbmm"))
+    products = sum(counts.values()) - scores
+    for experts in set(module.modules()) & pairs.keys():
+        products += sum(2 * pairs[experts] * p.numel() // p.shape[0] for p in experts.parameters() if p.dim() == 3)
+    return products, scores
 
 
 def outside_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -139,8 +169,8 @@ def outside_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Mo
 
 
 @contextlib.contextmanager
-def tracing(model: nn.Module) -> Iterator[None]:
-    """Training mode, attention that is written out, and experts without data, for the duration."""
+def tracing(model: nn.Module, *, attention: str = "eager") -> Iterator[None]:
+    """Training mode, attention that is written out or of another name, and experts without data, for the duration."""
     modes = {module: module.training for module in model.modules()}
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     configs = {key: c for key, c in configs.items() if hasattr(c, "_attn_implementation")}
@@ -149,7 +179,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
     try:
         model.train()
         for config in configs.values():
-            config._attn_implementation = "eager"
+            config._attn_implementation = attention
         for module in experts:
             module.forward = _as_given
         yield

@@ -17,11 +17,12 @@ meets PARTIAL or SHARDED has its gradient summed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ from memo.torch_private import TorchDispatchMode
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a module."""
+
+
+_NUMBERING = frozenset(["arange", "add", "detach", "unsqueeze", "view", "expand", "alias", "cumsum", "mul", "sub"])
+"""Operators that number tokens where a model is given no positions."""
 
 
 class Kind(enum.Enum):
@@ -138,6 +143,41 @@ def check(
     return summed
 
 
+def check_tokens(model: nn.Module, forward: Callable[..., torch.Tensor], *, ranks: int) -> None:
+    """Checks that ranks can each run a model on their own tokens.
+
+    Args:
+        model: its parameters may be anywhere, and are not read.
+        forward: runs the model and returns (1, tokens, any); called with tensors on the meta device: by name in the place of
+            parameters and buffers, tokens, and their positions, (1, tokens) each, or None for positions of its own.
+        ranks: among which the tokens are divided.
+
+    Raises:
+        NotDivisible: an operator mixes tokens, or the model itself numbers them in another way than from 0.
+    """
+    whole, alone = (_Run(model, {}, ranks=ranks, steps=None) for _ in range(2))
+    whole.on_tokens(forward, 8 * ranks * ranks)
+    alone.on_tokens(lambda tensors, ids, _: forward(tensors, ids, None), 8 * ranks * ranks)
+    _check_numbering(alone.done, whole.done)
+    run = _Run(model, {}, ranks=ranks, steps=whole.done)
+    run.on_tokens(forward, 8 * ranks)
+    if len(run.done) != len(whole.done):
+        raise NotDivisible("it takes another way than on one rank")
+
+
+def _check_numbering(alone: Sequence[OperatorCall], given: Sequence[OperatorCall]) -> None:
+    """Raises NotDivisible unless a run beyond one with positions makes them by `arange` from 0, or counts a mask so."""
+    counts = [collections.Counter((one.name.split(".")[1], one.settings) for one in run) for run in (alone, given)]
+    more = {(name, tuple(one for one in settings if one is not None)) for name, settings in counts[0] - counts[1]}
+    names = {name for name, _ in more}
+    ranges = [[one for one in settings if isinstance(one, int)] for name, settings in more if name == "arange"]
+    starts = all(len(given) == 1 or (given[0] == 0 and given[2:] in ([], [1])) for given in ranges)
+    adds = all(settings == (0,) for name, settings in more if name == "add")
+    counted = ("sub", (1,)) in more if "cumsum" in names else names.isdisjoint({"mul", "sub"})
+    if not (starts and adds and counted) or names - _NUMBERING:
+        raise NotDivisible("it numbers tokens in a way of its own")
+
+
 @contextlib.contextmanager
 def _scaled(layer: nn.Module, scaled: Mapping[str, Sequence[str]], ranks: int) -> Iterator[None]:
     before = [
@@ -177,6 +217,8 @@ class _Run(TorchDispatchMode):
         self._kept: list[Any] = []  # identities must stay unique
         self._views: dict[int, list[torch.Tensor]] = {}
         self._paused = False
+        self._divides_tokens = False
+        """What is divided are tokens: each rank has whole parameters, whose gradients are summed."""
 
     def forward(self, call: Call) -> Any:
         """Runs the layer on meta tensors; the output's first tensor must be as the input is."""
@@ -196,6 +238,20 @@ class _Run(TorchDispatchMode):
             output = torch.func.functional_call(self.layer, meta, args, kwargs)
         self._check_outputs(output, own, hidden.shape)
         return output
+
+    def on_tokens(self, forward: Callable[..., torch.Tensor], tokens: int) -> None:
+        """Runs a model on tokens that are divided; so must be the result."""
+        meta = meta_tensors(self.layer)
+        for name, _ in self.layer.named_parameters():
+            self._note(meta[name], State(Flow.WEIGHT, roots=frozenset({name})))
+        given = [torch.empty(1, tokens, dtype=torch.int64, device="meta") for _ in range(2)]
+        for x in given:
+            self._note(x, State(Flow.SHARDED, dim=1))
+        self._divides_tokens = True
+        with self, torch.no_grad():
+            made = forward(meta, *given)
+        if self.steps is not None and (self._state(made).flow, self._state(made).dim) != (Flow.SHARDED, 1):
+            raise NotDivisible("its logits are not those of its tokens")
 
     def _check_outputs(self, output: Any, own: torch.Tensor, whole: torch.Size) -> None:
         found = first_output(output)
@@ -418,6 +474,8 @@ class _Run(TorchDispatchMode):
             return Flow.CONSTANT, frozenset()
         if not flows:
             return Flow.CONSTANT, frozenset()
+        if self._divides_tokens and any(dim is not None for dim in (*dims, *out_dims)):
+            return Flow.SHARDED, frozenset()
         if flows == {Flow.WEIGHT}:
             if any(dim is not None for dim in out_dims):
                 raise NotDivisible(f"{name} divides a parameter")

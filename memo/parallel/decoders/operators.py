@@ -69,7 +69,7 @@ def _names(text: str) -> frozenset[str]:
 
 _SAME_SHAPE = _names(
     "clone _to_copy detach alias lift_fresh copy_ zeros_like ones_like full_like empty_like view_as_real "
-    "view_as_complex constant_pad_nd masked_fill masked_fill_"
+    "view_as_complex polar constant_pad_nd masked_fill masked_fill_"
 )
 _MADE_FULL = _names("zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor")
 _VIEWS = _names("view _unsafe_view reshape _reshape_alias")
@@ -78,6 +78,8 @@ _ALONG = _names(
     "mean sum amax amin _softmax _log_softmax _safe_softmax logsumexp var std cumsum topk sort argsort max min "
     "any all prod native_layer_norm _fused_rms_norm linalg_vector_norm flip roll argmax glu"
 )
+_LOOKUPS = _names("embedding gather index index_select")
+_BY_INDEX = _names("gather scatter scatter_ scatter_add scatter_add_")
 _PRODUCTS = _names("mm bmm addmm baddbmm")
 
 
@@ -96,6 +98,7 @@ def kept_pieces(
         NotDivisible: the operator does not keep the parts of ranks apart, or is not known to.
     """
     name = func.overloadpacket.__name__
+    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
     divided = [index for index, state in enumerate(states) if state.dim is not None]
     pieces = {states[index].pieces for index in divided}
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -115,11 +118,22 @@ def kept_pieces(
         _check_aligned(name, states, out_dims, step)
         _check_numbers(name, step, whole)
         return count
+    if name in _LOOKUPS and divided == [1] and len(states) == 2:
+        return count  # of a table that is whole, at divided places
+    if name in _BY_INDEX:
+        if len({state.dim for state in states}) > 1 or states[0].dim == named["dim"] % len(step.inputs[0]):
+            raise NotDivisible(f"{name} goes along a divided dimension")
+        return count
     if name in _VIEWS:
         return _through_view(whole, out_dims[0], states[0])
-    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
     if name == "expand":
         _check_expanded(states[0].dim, out_dims[0], step, whole)
+        return count
+    if name == "repeat":
+        if out_dims[0] is None or states[0].dim != out_dims[0] - len(step.outputs[0]) + len(step.inputs[0]):
+            raise NotDivisible("repeat moves a divided dimension")
+        if step.inputs[0][states[0].dim] != step.outputs[0][out_dims[0]]:
+            raise NotDivisible("repeat mixes the parts of ranks")
         return count
     if name in ("cat", "stack"):
         _check_joined(name, named.get("dim", 0), states, out_dims[0], step)
@@ -277,6 +291,6 @@ def _check_product(name: str, states: Sequence[State], step: OperatorCall) -> No
         return
     # Rows of the left or columns of the right: the other is whole and has no dimension of that kind.
     row = 1 if batch else 0
-    if left.dim == row and right.dim is None:
+    if (left.dim == row and right.dim is None) or (left.dim is None and right.dim == row + 1):
         return
     raise NotDivisible(f"{name} sums over a divided dimension, or mixes parts with wholes")

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memo.errors import NoRepeatedLayers, UsageError
-from memo.parallel.decoders import tensor
+from memo.parallel.decoders import context, tensor
 from memo.parallel.decoders.calls import ForwardCalls, calls_of
 from memo.parallel.decoders.pipeline import DecoderPipeline
 from memo.parallel.decoders.stages import DecoderStage, balanced, check_runs, check_stages
 from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.tensor_parallel_group import note_group
 from memo.swap import find_layers
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def parallelize(
     schedule: str = PipelineSchedule.ONE_F_ONE_B,
     microbatches: int | None = None,
     stage_layers: Sequence[int] = (),
+    tokens: int | None = None,
 ) -> nn.Module:
     """Divides a decoder of transformers over ranks.
 
@@ -44,9 +46,9 @@ def parallelize(
         manager = memo.offload(model)
 
     Every rank passes the whole model, or the same one on the meta device, and keeps its part. A rank's number is
-    (pp · dp_size + dp) · tp_size + tp. Ranks of one tensor-parallel group take the same (batch, tokens), and so do those of
-    one pipeline. Loss and gradients are those of one process. With `memo.loss_without_logits` logits are neither computed in
-    full nor gathered.
+    ((pp · dp_size + dp) · cp_size + cp) · tp_size + tp. Ranks that differ in dp take batches of their own; all others take
+    the same (batch, tokens). Loss and gradients are those of one process. With `memo.loss_without_logits` logits are neither
+    computed in full nor gathered.
 
     Args:
         model: unmodified, from a configuration or a checkpoint, of any dtype; with adapters of PEFT or without.
@@ -55,13 +57,16 @@ def parallelize(
         tp: ranks that divide each matrix, as the configuration's `base_model_tp_plan` says, or by two rules.
         pp: ranks that divide the layers.
         dp: ranks that divide the batch, and parameters, gradients and optimizer state by fully_shard.
-        cp: 1: attention of transformers is not divided over the tokens.
+        cp: ranks that divide the tokens of each sequence, in all layers; in attention they exchange heads for tokens
+            (Ulysses). Parameters are sharded over dp · cp ranks. For models whose attention is causal over all tokens; their
+            loss is the whole sequences', their logits those of a rank's tokens.
         sequence_parallel: with tp, divides the tokens, too, between the matrices, so that a layer saves 1 / ranks of what it
             saves on one rank. The number of tokens must then be a multiple of the ranks. Not for `generate`.
         schedule: with pp: gpipe, 1f1b or interleaved-1f1b.
         microbatches: with pp: microbatches of a step (default 2 · pp).
-        stage_layers: with pp, layers of each stage, as `memo plan --search` gives them. Default: stages with equal numbers
-            of parameters, the output projection's among them.
+        stage_layers: with pp, layers of each stage, as `memo plan --search` gives them, which counts bytes, too. Default:
+            the stage with most FLOPs, the output projection's among them, has as few as possible.
+        tokens: with pp, tokens of a sequence for that; without them attention's scores do not count.
 
     Returns:
         With pp a DecoderPipeline, whose `step` trains; else `model` itself. With tp or dp parameters are DTensors. Call
@@ -73,7 +78,7 @@ def parallelize(
             2.13. The model is then unchanged. A forward raises it on every rank for batches of different shapes, and for
             tokens that do not divide.
     """
-    for name, size in {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "microbatches": microbatches}.items():
+    for name, size in {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "microbatches": microbatches, "tokens": tokens}.items():
         if size is not None and size < 1:
             raise UsageError(f"{name}={size} is less than 1")
     order = _schedule(schedule)
@@ -81,12 +86,11 @@ def parallelize(
         "schedule": order is not PipelineSchedule.ONE_F_ONE_B,
         "microbatches": microbatches is not None,
         "stage_layers": bool(stage_layers),
+        "tokens": tokens is not None,
     }
     if pp == 1 and (given := [name for name, is_given in staged.items() if is_given]):
         raise UsageError(f"{given[0]} has no meaning without pp; leave it out, or give pp=2 or more")
-    layout = Layout(tp=tp, pp=pp, dp=dp, schedule=order, sequence_parallel=sequence_parallel)
-    if cp > 1:
-        raise UsageError(f"cp={cp}: attention of transformers is not divided over tokens; use tp={tp * cp}, cp=1")
+    layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp, schedule=order, sequence_parallel=sequence_parallel)
     if mesh is not None:
         if layout.ranks > 1:
             raise UsageError("give memo.parallelize a mesh, or sizes without one")
@@ -106,10 +110,12 @@ def parallelize(
     calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
         check_stages(model, layers, calls, layout)
-        stages = _stage_ranges(layers, calls, layout.stages, tuple(stage_layers))
+        stages = _stage_ranges(layers, calls, layout.stages, tuple(stage_layers), tokens or calls.tokens)
         check_runs(model, layers, calls, stages)
         tied = _tied(model, calls)
         hidden = calls.layers[0].hidden
+    if cp > 1:
+        context.check_context(model, ranks=cp, tp=tp)
     divisions = {}
     if layout.tp > 1:
         divisions = tensor.find_divisions(model, calls.layers, ranks=layout.tp, sequence=sequence_parallel)
@@ -119,22 +125,34 @@ def parallelize(
         if started != layout.ranks:
             was = "was" if started == 1 else "were"
             raise UsageError(
-                f"tp={tp}, pp={pp}, dp={dp} need {layout.ranks} processes, and {started} {was} started: "
+                f"tp={tp}, pp={pp}, dp={dp}, cp={cp} need {layout.ranks} processes, and {started} {was} started: "
                 f"torchrun --nproc-per-node {layout.ranks}"
             )
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        parts = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        parts = init_device_mesh(device, (pp, dp * cp, tp), mesh_dim_names=("pp", "dp", "tp"))
         mesh = parts["tp"]
     if layout.tp > 1:
         tensor.apply(model, calls.layers, divisions, mesh, sequence=sequence_parallel)
     if parts is None:
         return model
+    sequences = None
+    if cp > 1:
+        shared = init_device_mesh(device, (pp * dp, cp, tp), mesh_dim_names=("pp_dp", "cp", "tp"))
+        sequences = context.apply(model, shared["cp"].get_group())
+        together = shared["cp", "tp"]._flatten("cp_tp").get_group()
+        for layer in layers:
+            note_group(layer, together)
     if pp == 1:
-        _shard(model, layers, parts, dp)
+        if sequences is not None:
+            context.divide_batches(model, sequences)
+        _shard(model, layers, parts["dp"])
         return model
-    own = [DecoderStage(model, layers, calls, stages[index]) for index in layout.stages_of(parts.get_local_rank("pp"))]
+    own = [
+        DecoderStage(model, layers, calls, stages[index], sequences)
+        for index in layout.stages_of(parts.get_local_rank("pp"))
+    ]
     for stage in own:
-        _shard(stage, stage.layers, parts, dp)
+        _shard(stage, stage.layers, parts["dp"])
     return DecoderPipeline(own, parts, layout, microbatches=microbatches, hidden=hidden, tied=tied)
 
 
@@ -165,7 +183,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _stage_ranges(
-    layers: Sequence[nn.Module], calls: ForwardCalls, stages: int, counts: tuple[int, ...]
+    layers: Sequence[nn.Module], calls: ForwardCalls, stages: int, counts: tuple[int, ...], tokens: int
 ) -> list[range]:
     """Indices of the layers of each stage, as the counts say, or balanced without any."""
     if counts:
@@ -177,9 +195,9 @@ def _stage_ranges(
             raise UsageError(f"stage_layers={counts} add up to {sum(counts)}; the model has {len(layers)} layers")
         ends = [0, *itertools.accumulate(counts)]
         return [range(first, end) for first, end in itertools.pairwise(ends)]
-    costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
-    after = {p for one in calls.outside if one.layers_before for p in one.module.parameters()}
-    return balanced(costs, stages, last=float(sum(p.numel() for p in after)))
+    costs = [calls.cost(layer, tokens) for layer in layers]
+    after = {one.module for one in calls.outside if one.layers_before}
+    return balanced(costs, stages, last=sum(calls.cost(module, tokens) for module in after))
 
 
 def _tied(model: nn.Module, calls: ForwardCalls) -> dict[str, str]:
@@ -192,11 +210,10 @@ def _tied(model: nn.Module, calls: ForwardCalls) -> dict[str, str]:
     return {name: sides[1][parameter] for parameter, name in sides[0].items() if parameter in sides[1]}
 
 
-def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, dp: int) -> None:
-    """Shards parameters over the data-parallel ranks, layer by layer."""
-    if dp > 1:
+def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Shards parameters over ranks of a mesh, layer by layer."""
+    if mesh.size() > 1:
         from torch.distributed.fsdp import fully_shard
 
-        for layer in layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(root, mesh=mesh["dp"])
+        for layer in (*layers, root):
+            fully_shard(layer, mesh=mesh)

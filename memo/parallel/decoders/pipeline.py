@@ -83,7 +83,7 @@ class DecoderPipeline(nn.Module):
                 self._mesh.get_group("pp"),
                 tokens=torch.empty(rows // count, tokens, dtype=torch.int64, device="meta"),
                 hidden=torch.empty(
-                    (rows // count, tokens // (layout.tp if layout.shards_tokens else 1), self._width),
+                    (rows // count, tokens // layout.token_shards, self._width),
                     dtype=self._dtype,
                     device="meta",
                     requires_grad=True,
@@ -115,7 +115,7 @@ class DecoderPipeline(nn.Module):
                     f"{name} is no tensor of {rows} rows, of which each microbatch takes its own; leave it out"
                 )
         if self._layout.shards_tokens:
-            check_tokens(tokens, self._layout.tp)
+            check_tokens(tokens, self._layout.token_shards)
         losses: list[torch.Tensor] = []
         first = (input_ids,) if any(stage.is_first for stage in self._own_stages) else ()
         last: dict[str, Any] = {}
@@ -134,9 +134,10 @@ class DecoderPipeline(nn.Module):
         loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float32, device=input_ids.device)
         loss = loss.detach().to(torch.float64 if self._dtype is torch.float64 else torch.float32)
         dist.all_reduce(loss, group=self._mesh.get_group("pp"))
-        if self._layout.dp > 1:
-            dist.all_reduce(loss, group=self._mesh.get_group("dp"))
-            loss /= self._layout.dp
+        replicas = self._mesh.get_group("dp")
+        if replicas.size() > 1:
+            dist.all_reduce(loss, group=replicas)
+            loss /= replicas.size()
         return loss
 
     def _tied_pairs(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None]]:
@@ -156,7 +157,7 @@ class DecoderPipeline(nn.Module):
         """Clips gradients by their norm over all ranks, as torch's function of this name; returns the norm."""
         twice = {id(last) for _, last in self._tied_pairs() if last is not None}
         counted = [parameter for parameter in self.parameters() if id(parameter) not in twice]
-        norm = gradient_norm(counted, copies=self._layout.dp * self._layout.tp)
+        norm = gradient_norm(counted, copies=self._layout.ranks // self._layout.pp)
         clip_gradients(self.parameters(), norm, limit)
         return norm
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from memo.errors import UsageError, one_line
 from memo.parallel.decoders.calls import ForwardCalls, outside_modules, tracing
+from memo.parallel.decoders.context import Sequences
 from memo.parallel.decoders.dataflow import first_hidden, meta_tensors
 from memo.parallel.layout import Layout
 
@@ -118,10 +119,19 @@ class DecoderStage(nn.Module):
         layers: of the model.
         calls: of its forward.
         own: indices of the stage's layers.
+        sequences: with context parallelism, what divides a batch's tokens.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCalls, own: range) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        calls: ForwardCalls,
+        own: range,
+        sequences: Sequences | None = None,
+    ) -> None:
         super().__init__()
+        self._sequences = sequences
         self.is_first, self.is_last = own.start == 0, own.stop == len(layers)
         replaced: dict[nn.Module, nn.Module] = {
             one.layer: _SkippedLayer(one.layer, as_tuple=one.returns_tuple)
@@ -159,13 +169,16 @@ class DecoderStage(nn.Module):
             Hidden states (rows, tokens of this rank, hidden), or on the last stage the model's loss.
         """
         whole: Any = self.model
+        batch = {"input_ids": input_ids, "use_cache": False, **named}
+        if self._sequences is not None:
+            batch = self._sequences.own(batch)
         if self._before is not None:
             self._before.gives = x
         if self._after is None:
-            loss: torch.Tensor = whole(input_ids=input_ids, labels=labels, use_cache=False, **named).loss
+            loss: torch.Tensor = whole(labels=labels, **batch).loss
             return loss.to(torch.promote_types(_dtype(self.layers[0]), torch.float32))
-        self._after.shape = input_ids.shape
-        whole.base_model(input_ids=input_ids, use_cache=False, **named)
+        self._after.shape = batch["input_ids"].shape
+        whole.base_model(**batch)
         return self._after.take()
 
 
@@ -217,7 +230,7 @@ class _Zeros(nn.Module):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._width is None:
             return x
-        return torch.zeros((), dtype=self.weight.dtype, device=x.device).expand(*x.shape, self._width)
+        return torch.zeros(*x.shape, self._width, dtype=self.weight.dtype, device=x.device)  # models write into it
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

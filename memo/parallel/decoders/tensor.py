@@ -170,7 +170,8 @@ def apply(
         _apply(layer, division, mesh, sequence=sequence)
     _divide_vocabulary(model, mesh)
     _replicate_others(model, mesh)
-    note_group(model, group)
+    for one in calls:
+        note_group(one.layer, group)
     input_embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     first: nn.Module = input_embeddings if isinstance(input_embeddings, nn.Module) else calls[0].layer
     first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
