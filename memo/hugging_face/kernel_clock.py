@@ -34,7 +34,7 @@ class PassCost:
     """FLOPs of fused attention's forward, causal where it is."""
     attention_s: float = 0.0
     collectives: tuple[Collective, ...] = ()
-    """Of tensor parallelism; they take no time here."""
+    """Collectives of tensor parallelism, which take no time here."""
 
     def with_attention_s(self, attention_s: float, machine: Hardware) -> float:
         """Seconds of the pass with so many of attention's kernel: no fewer than its kernels take to launch."""

@@ -75,6 +75,8 @@ class ShortModel:
     is_causal: bool
     itemsize: int
     """Bytes of an element of its weights."""
+    notes: tuple[str, ...] = ()
+    """What a plan of it assumes, in sentences without a full stop."""
 
 
 def short_model(

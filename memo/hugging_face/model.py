@@ -109,7 +109,7 @@ class HuggingFaceModel:
         self._build_again = functools.partial(build, copy.deepcopy(config))
         self._short: ShortModel = build(config)
         self._of_rank = {1: self._short}
-        """By the number of tensor-parallel ranks the model that one of them has."""
+        """The model that one of so many tensor-parallel ranks has."""
         self._recorded: dict[tuple[Hardware, int, int, int], RecordedStep] = {}
         self._with_logits: dict[tuple[Hardware, int, int, int], RecordedStep] = {}
         self._other: HuggingFaceModel | None = None
@@ -142,11 +142,11 @@ class HuggingFaceModel:
     def heads(self) -> int:
         """Attention heads that context parallelism may exchange; 0 where it cannot."""
         heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
-        return heads if self._why_no_context is None else 0
+        return heads if self._short.attention == FUSED else 0
 
     @functools.cached_property
-    def _why_no_context(self) -> str | None:
-        """Reason why `memo.parallelize` does not divide the model's tokens."""
+    def why_no_context(self) -> str | None:
+        """Reason why `memo.parallelize` does not divide the model's tokens; None where it does."""
         try:
             check_context(self._short.model)
         except UsageError as error:
@@ -183,6 +183,7 @@ class HuggingFaceModel:
             found.append(f"{name} runs operator by operator, as it does where the package of its kernels is missing")
         if _has_experts(self._config):
             found.append("each expert gets as many tokens as the others")
+        found += sorted({note for short in self._of_rank.values() for note in short.notes})
         return tuple(found)
 
     def recorded(self, machine: Hardware, *, tokens: int, batch: int, tp: int = 1) -> RecordedStep:
@@ -330,8 +331,8 @@ class HuggingFaceModel:
             raise UsageError(f"{shards} does not divide {layout.tokens} tokens")
         if layout.cp > 1 and heads and heads % layout.cp:
             raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
-        if layout.cp > 1 and self._why_no_context is not None:
-            raise UsageError(f"--cp {layout.cp}: {self.name}: {self._why_no_context}")
+        if layout.cp > 1 and not heads:
+            raise UsageError(f"--cp {layout.cp}: the attention of {self.name} is its own, and cannot exchange heads")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

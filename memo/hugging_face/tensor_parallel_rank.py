@@ -27,9 +27,10 @@ def tensor_parallel_rank(short: ShortModel, ranks: int) -> Iterator[ShortModel]:
     if ranks == 1:
         yield short
         return
-    with fake_group(ranks), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of modules that stay whole, which memo.parallelize names
-        parallelize(short.model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
+    with fake_group(ranks):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            parallelize(short.model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
         model: Any = short.model
         table, projection = model.get_input_embeddings(), model.get_output_embeddings()
         inside = {parameter for stack in short.stacks for layer in stack for parameter in layer.parameters()}
@@ -44,6 +45,7 @@ def tensor_parallel_rank(short: ShortModel, ranks: int) -> Iterator[ShortModel]:
         )
         yield dataclasses.replace(
             short,
+            notes=tuple(str(one.message) for one in told),
             kinds=kinds,
             embedding_parameters=_own(embedding),
             head_parameters=_own(set(model.parameters()) - inside - embedding),

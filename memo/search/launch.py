@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo.gpt import GPTConfig
 from memo.gpt.arithmetic import Optimizer, run_of, untrained
@@ -67,6 +67,9 @@ def why_not_finetuned(request: Request, candidate: Candidate) -> str | None:
         return f"{request.model} is no folder of a model, which examples/finetune_hf.py trains"
     if request.optimizer is not Optimizer.ADAMW or request.recompute is not None or request.optimizer_offload:
         return "examples/finetune_hf.py has AdamW on the device, and plans its own recompute"
+    config: Any = request.config
+    if candidate.shape.cp > 1 and config.why_no_context is not None:
+        return f"memo.parallelize: {config.why_no_context}"
     if not runs_under_parallelize(candidate):
         schedules = ", ".join(one for one in PipelineSchedule if not one.splits_backward)
         return f"memo.parallelize has ZeRO 3 over all data-parallel ranks, and of schedules {schedules}"

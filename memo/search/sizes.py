@@ -22,7 +22,7 @@ class ModelSizes:
     kv_heads: int
     ffn: int
     asked_tp: int | None = None
-    """Of a model of transformers, whose other numbers are not tried, the ranks of `--tp`, or 1."""
+    """The ranks of `--tp`, or 1, of a model of transformers: no other numbers are tried. None for memo's GPT."""
     experts: int = 1
     """That ranks of data parallelism may divide; 1 without."""
 

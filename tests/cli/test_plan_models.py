@@ -117,7 +117,7 @@ def test_what_does_not_apply_to_a_configuration_is_refused(folder: Path, capsys:
     model = ("--model", str(folder), "--seq", "8k")
     assert "--variant" in refused(capsys, *model, "--variant", "llama")
     assert "--mlp-tiles" in refused(capsys, *model, "--mlp-tiles", "4")
-    assert "--zero 3" in refused(capsys, *model, "--tp", "2", "--gpus", "2")
+    assert "do not divide the model's" in refused(capsys, *model, "--tp", "3", "--gpus", "3", "--seq", "9k")
     assert "bf16 or fp32" in refused(capsys, *model, "--precision", "bf16-autocast")
     assert "give --lora RANK" in refused(capsys, *model, "--lora-dtype", "bf16")
 
@@ -204,8 +204,8 @@ LLAMA_405B = {
     ("model", "asked", "named"),
     [
         ("gpt-oss-120b", ("--seq", "128k", "--gpus", "8"), ["--loss-without-logits --gpus 48 --cp 2"]),
-        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss-without-logits --gpus 504 --cp 4 --pp 126"]),
-        (DEEPSEEK_V3, ("--seq", "4k", "--gpus", "8"), ["--gpus 488 --pp 61"]),
+        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss-without-logits --gpus 96 --tp 2 --cp 4"]),
+        (DEEPSEEK_V3, ("--seq", "4k", "--gpus", "8"), ["--gpus 256 --tp 2"]),
     ],
     ids=["gpt-oss-120b", "llama-405b", "deepseek-v3"],
 )

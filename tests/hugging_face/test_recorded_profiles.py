@@ -241,11 +241,35 @@ def test_weights_published_in_fp8_are_counted_as_they_are_trained_and_it_is_said
     assert any("published in fp8, and counted in bf16" in note for note in notes)
 
 
-@pytest.mark.parametrize("name", ["tp", "ep"])
-def test_parallelism_that_divides_no_model_of_transformers_is_refused_with_what_works_instead(name: str) -> None:
+def test_experts_of_transformers_are_not_divided() -> None:
     model = HuggingFaceModel(configuration_from(small("mixtral")), name="mixtral")
-    with pytest.raises(UsageError, match=rf"--{name} 2.*--zero 3.*--pp"):
-        model.profile(MACHINE, StepLayout(tokens=TOKENS, gpus=2, **{name: 2}))
+    with pytest.raises(UsageError, match=r"--ep 2.*--zero 3.*--pp"):
+        model.profile(MACHINE, StepLayout(tokens=TOKENS, gpus=2, ep=2))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_tensor_parallel_rank_has_its_part_and_the_collectives(kind: str) -> None:
+    model = HuggingFaceModel(configuration_from(small(kind)), name=kind, without_logits=True, say=unheard)
+    whole = model.profile(MACHINE, StepLayout(tokens=4096))
+    part = model.profile(MACHINE, StepLayout(tokens=4096, gpus=2, tp=2))
+    assert part.model_flops_causal_per_token == whole.model_flops_causal_per_token
+    assert part.signature.tp == 2
+    alone, own = whole.classes[0], part.classes[0]
+    experts = kind == "qwen3_moe"  # which take all tokens, in whole numbers of columns
+    assert 0.5 <= own.full_bytes / alone.full_bytes < (0.8 if experts else 0.51)
+    assert own.attention_flops == alone.attention_flops / 2
+    assert 0.5 <= own.forward_flops / alone.forward_flops < 0.51  # a router is whole
+    assert 0.5 < own.static.nbytes / alone.static.nbytes < 0.51  # norms are
+    assert own.forward_exchange_s > 0 < own.backward_exchange_s
+    assert own.points[-1].recompute_s > own.points[0].recompute_s == 0
+    assert part.head.static.nbytes < 0.51 * whole.head.static.nbytes
+    pickle.dumps(model)  # a search sends it to other processes
+
+
+def test_ranks_that_do_not_divide_a_model_are_refused_with_those_that_would() -> None:
+    model = HuggingFaceModel(configuration_from(small("llama")), name="llama")
+    with pytest.raises(UsageError, match=r"--tp 3: llama: 3 ranks do not divide the model's \d+ heads; .* 2 would"):
+        model.profile(MACHINE, StepLayout(tokens=3072, gpus=3, tp=3))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
@@ -256,11 +280,11 @@ def test_a_step_of_many_sequences_is_what_each_adds_between_two_that_were_record
     monkeypatch.setattr(model_module, "LARGE_TOKENS", 512)
     model = HuggingFaceModel(configuration_from(small(kind)), name=kind)
     derived = model.recorded(MACHINE, tokens=TOKENS, batch=9)
-    assert sorted(batch for _, _, batch in model._recorded) == [2, 4, 9]
+    assert sorted(batch for _, _, batch, _ in model._recorded) == [2, 4, 9]
     monkeypatch.setattr(model_module, "LARGE_TOKENS", 1 << 30)
     model._recorded.clear()
     recorded = model.recorded(MACHINE, tokens=TOKENS, batch=9)
-    assert list(model._recorded) == [(MACHINE, TOKENS, 9)]
+    assert list(model._recorded) == [(MACHINE, TOKENS, 9, 1)]
     for name, layer in recorded.layers.items():
         more = derived.layers[name]
         assert dataclasses.replace(more, points=(), forward=layer.forward, backward=layer.backward) == (

@@ -29,6 +29,7 @@ from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.parallel_model import _stage_ranges
 from memo.parallel.decoders.plan import divide, parts_by_rules
 from memo.parallel.decoders.stages import balanced
+from memo.parallel.decoders.tensor import find_divisions
 from memo.parallel.gathered_input import enter, kept_for
 
 PLANNED = ["MixtralForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"]
@@ -321,6 +322,14 @@ def test_experts_count_as_the_tokens_that_they_get() -> None:
     active = whole - experts + experts * model.config.num_experts_per_tok // model.config.num_local_experts
     calls = calls_of(model, list(model.model.layers), tokens=32)
     assert calls.flops[layer][0] == pytest.approx(2 * 32 * active, rel=0.02)
+
+
+def test_attention_beside_experts_is_divided() -> None:
+    model = build("MixtralForCausalLM", experts="eager")
+    calls = calls_of(model, list(model.model.layers), tokens=32)
+    for division in find_divisions(model, calls.layers, ranks=2, sequence=True).values():
+        assert division.whole == {}
+        assert {"self_attn.q_proj", "mlp.experts"} <= set(division.parts)
 
 
 def test_weights_that_layers_share_are_refused() -> None:

@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError, one_line
-from memo.parallel.decoders.dataflow import Call, first_hidden, first_output, meta_tensors, tensors_of, with_hidden
+from memo.parallel.decoders.dataflow import (
+    Call,
+    first_hidden,
+    first_output,
+    is_experts,
+    meta_tensors,
+    tensors_of,
+    with_hidden,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +132,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(after).remove)
-        for module in filter(_is_experts, model.modules()):
+        for module in filter(is_experts, model.modules()):
             stack.callback(module.register_forward_pre_hook(before_experts, with_kwargs=True).remove)
         for module in outside_modules(model, layers):
             stack.callback(module.register_forward_hook(after_outside, with_kwargs=True).remove)
@@ -175,7 +183,7 @@ def tracing(model: nn.Module, *, attention: str = "eager") -> Iterator[None]:
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     configs = {key: c for key, c in configs.items() if hasattr(c, "_attn_implementation")}
     kept = {key: c._attn_implementation for key, c in configs.items()}
-    experts = [module for module in model.modules() if _is_experts(module)]
+    experts = [module for module in model.modules() if is_experts(module)]
     try:
         model.train()
         for config in configs.values():
@@ -190,11 +198,6 @@ def tracing(model: nn.Module, *, attention: str = "eager") -> Iterator[None]:
             config._attn_implementation = kept[key]
         for module in experts:
             module.__dict__.pop("forward", None)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """True for fused experts of transformers: parameters (experts, ...) whose forward depends on data."""
-    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
 def _as_given(hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:

@@ -11,9 +11,10 @@ nothing else mixes tokens (memo.parallel.decoders.dataflow.check_tokens).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -270,21 +271,17 @@ def _with_loss(model: nn.Module) -> nn.Module:
     raise UsageError(f"{type(model).__name__} has no loss of a causal language model, which cp divides; use tp and pp")
 
 
-class _loss_of:
+@contextlib.contextmanager
+def _loss_of(lm: Any, loss: Callable[..., Any]) -> Iterator[None]:
     """Gives a model another loss function for the block."""
-
-    def __init__(self, lm: Any, loss: Callable[..., Any]) -> None:
-        self._lm, self._loss = lm, loss
-        self._before = vars(lm).get("_loss_function")
-
-    def __enter__(self) -> None:
-        self._lm.loss_function = self._loss
-
-    def __exit__(self, *_: Any) -> None:
-        if self._before is None:
-            del self._lm._loss_function
-        else:
-            self._lm.loss_function = self._before
+    attribute = "_loss_function"
+    before = {attribute: vars(lm)[attribute]} if attribute in vars(lm) else {}
+    lm.loss_function = loss
+    try:
+        yield
+    finally:
+        del vars(lm)[attribute]
+        vars(lm).update(before)
 
 
 def _accepts(model: nn.Module) -> Callable[[str], bool]:

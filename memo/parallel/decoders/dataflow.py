@@ -128,6 +128,8 @@ def check(
         raise NotDivisible("it takes another way than on one rank")
     names = {name for name, _ in layer.named_parameters(remove_duplicate=False)}
     seen = {name for name in names if name in run.uses or any(name.startswith(f"{part}.") for part in division.parts)}
+    # The experts' own are left out of a run without data.
+    seen |= {name for name in names if is_experts(layer.get_submodule(name.rpartition(".")[0]))}
     ran = {name.partition(".")[0] for name in seen}  # a cross-attention of which nothing runs never will
     idle = {name for name in names - seen if name.partition(".")[0] in ran}
     if idle:
@@ -521,6 +523,11 @@ def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def is_linear(module: nn.Module) -> bool:
     """True for a linear map of torch or of GPT-2, and none that wraps one."""
     return type(module).__name__ in ("Linear", "Conv1D") and not any(True for _ in module.children())
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for fused experts of transformers: parameters (experts, ...) whose forward depends on data."""
+    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:
