@@ -92,7 +92,8 @@ class _DividedEmbedding(DividedRows, nn.Embedding):
         first = self._tp_group.rank() * self._most()
         row = tokens - first
         here = (row >= 0) & (row < rows.shape[0])
-        found = F.embedding(row.where(here, 0), rows, self._padding_row(first, rows.shape[0]))
+        elsewhere = ~here & (tokens >= 0) & (tokens < self.weight.shape[0])  # others are an error, as in one process
+        found = F.embedding(row.masked_fill(elsewhere, 0), rows, self._padding_row(first, rows.shape[0]))
         found = found.masked_fill_(~here[..., None], 0)
         return scatter_sum(found, self._tp_group, 1) if self._tp_sequence else sum_out(found, self._tp_group)
 

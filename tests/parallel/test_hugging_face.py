@@ -129,6 +129,13 @@ def test_a_sequence_that_does_not_divide_is_refused(mesh: DeviceMesh) -> None:
         model(input_ids=torch.zeros(1, 30, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("token", [-1, 61])
+def test_a_token_that_no_rank_has_is_an_error(token: int, mesh: DeviceMesh) -> None:
+    model = memo.parallelize(llama(), mesh)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 32), token))
+
+
 @pytest.mark.skipif(not DIVIDES_FUSED, reason="GPT-2 needs torch 2.13")
 def test_a_rank_keeps_a_part_of_every_matrix_and_ties_stay(mesh: DeviceMesh) -> None:
     model = gpt2()
