@@ -34,6 +34,16 @@ def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         require_equal(shape, group, what="the batch of ranks that compute each layer together")
 
 
+def require_same_draws(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Raises UsageError on every rank where ranks would draw other random numbers, and so drop other activations."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    if not equal_on_all_ranks(bytes(state.tolist()), group, device):
+        raise UsageError(
+            "the model has dropout, and the ranks that compute each layer together draw other random numbers; seed those of "
+            "one tensor-parallel group alike"
+        )
+
+
 def require_equal(value: _T, group: dist.ProcessGroup | None = None, *, what: str) -> None:
     """Raises UsageError on every rank where ranks have different values; `what` names them in the message."""
     said = gather_values(value, group)

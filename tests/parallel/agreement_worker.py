@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from memo.errors import UsageError
 from memo.parallel import gather_values
-from memo.parallel.rank_agreement import agree, require_equal
+from memo.parallel.rank_agreement import agree, require_equal, require_same_draws
 
 
 def main() -> None:
@@ -22,6 +23,11 @@ def main() -> None:
     said = f"alpha: 0.0 on rank {first}, but 0.25 on rank {first + 1}, which must be equal"
     with pytest.raises(UsageError, match=f"^{said}$"):
         require_equal(rank % 2 / 4, pair, what="alpha")
+    torch.manual_seed(first)
+    require_same_draws(torch.device("cpu"), pair)
+    torch.rand(rank)
+    with pytest.raises(UsageError, match="the ranks that compute each layer together draw other random numbers"):
+        require_same_draws(torch.device("cpu"), pair)
     if rank == 0:
         print("agreed")
     dist.destroy_process_group()

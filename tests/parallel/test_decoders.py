@@ -11,7 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -288,6 +297,41 @@ def test_a_layout_that_does_not_fit_is_refused(sizes: dict[str, object], reason:
 def test_a_model_without_layers_is_not_divided() -> None:
     with pytest.raises(UsageError, match=r"memo\.parallelize divides models with a ModuleList of equal layers"):
         memo.parallelize(nn.Linear(2, 2), tp=2)
+
+
+def test_layers_that_are_left_out_by_chance_are_refused() -> None:
+    shape = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    with pytest.raises(UsageError, match="layerdrop leaves layers out by chance"):
+        memo.parallelize(OPTForCausalLM(OPTConfig(**shape, num_hidden_layers=2, layerdrop=0.1)), dp=2)
+
+
+class Shallow(nn.Module):
+    """Layers whose hidden states a loss reads beside the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.layers = nn.ModuleList(Block(nn.GELU()) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = [self.embedding(input_ids)]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1]))
+        return hidden[2] + hidden[1].square().mean()
+
+
+@pytest.mark.parametrize(("sizes", "advice"), [({"tp": 2}, "sequence_parallel=False"), ({"pp": 2}, "use tp and dp")])
+def test_hidden_states_that_are_read_between_layers_are_refused(sizes: dict[str, int], advice: str) -> None:
+    with pytest.raises(UsageError, match=f"uses hidden states between its layers elsewhere, too.*; .*{advice}"):
+        memo.parallelize(Shallow(), **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_dropout_outside_of_divided_parts_is_known(drops: bool) -> None:
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0.1 * drops)
+    )
+    assert calls_of(model, list(model.transformer.h), tokens=8).draws is drops
 
 
 def test_two_stacks_of_layers_are_no_pipeline() -> None:

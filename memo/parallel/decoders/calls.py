@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError, one_line
@@ -22,6 +23,7 @@ from memo.parallel.decoders.dataflow import (
     tensors_of,
     with_hidden,
 )
+from memo.torch_private import TorchDispatchMode
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,10 @@ class ForwardCalls:
 
     layers: list[LayerCall]
     outside: list[OutsideCall]
+    shares_hidden: bool
+    """Hidden states that a layer passes to the next one are used elsewhere, too."""
+    draws: bool
+    """Random numbers are drawn, as dropout does."""
     tokens: int
     flops: dict[nn.Module, tuple[int, int]]
     """FLOPs of each module: of products with weights, and of attention's scores."""
@@ -66,6 +72,32 @@ class ForwardCalls:
         """FLOPs of a module's forward on a sequence of tokens, of which each attends to those before it."""
         times, (products, scores) = tokens / self.tokens, self.flops.get(module, (0, 0))
         return products * times + scores * times**2 / 2
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the tensors that operations outside of layers differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: list[tuple[Any, Any]] = []
+        """Arguments of the layer that runs."""
+        self.read: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not self.layer and any(x.requires_grad for x in tensors_of(output)):
+            self.read |= {id(x) for x in tensors_of((args, kwargs))}
+        return output
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operator draws random numbers."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> ForwardCalls:
@@ -83,7 +115,9 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
     for name, parameter in model.named_parameters():
         meta[name].requires_grad_(parameter.is_floating_point())
     found: list[LayerCall] = []
-    given: list[tuple[Any, Any]] = []
+    uses = _Uses()
+    draws = _Draws()  # type: ignore[no-untyped-call]
+    given = uses.layer
     results: list[Any] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -128,7 +162,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
 
     names = {module: f"{type(model).__name__}.{name}" for name, module in model.named_modules()}
     counter = FlopCounterMode(display=False)
-    with tracing(model), counter, contextlib.ExitStack() as stack:
+    with tracing(model), counter, contextlib.ExitStack() as stack, uses, draws:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(after).remove)
@@ -145,9 +179,13 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
                 f"{type(model).__name__} does not run without data, which memo divides it by: {type(error).__name__}: "
                 f"{one_line(error)}"
             ) from error
+    passed = zip(results, found[1:], strict=False)
+    shares = any(following.takes_previous_output and id(x) in uses.read for x, following in passed)
     counts = counter.get_flop_counts()
     flops = {m: _flops(m, counts[key], pairs) for m, key in names.items() if key in counts}
-    return ForwardCalls(layers=found, outside=outside, tokens=tokens, flops=flops)
+    return ForwardCalls(
+        layers=found, outside=outside, shares_hidden=shares, draws=draws.found, tokens=tokens, flops=flops
+    )
 
 
 def _flops(module: nn.Module, counts: Mapping[Any, int], pairs: Mapping[nn.Module, int]) -> tuple[int, int]:

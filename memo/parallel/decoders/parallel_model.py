@@ -107,6 +107,8 @@ def parallelize(
         raise UsageError(
             f"{type(model).__name__} has an encoder and a decoder, which no pipeline passes through; use tp and dp"
         )
+    if any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        raise UsageError("layerdrop leaves layers out by chance, which ranks do not agree on; set it to 0")
     calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
         check_stages(model, layers, calls, layout)
@@ -118,6 +120,11 @@ def parallelize(
         context.check_context(model, ranks=cp, tp=tp)
     divisions = {}
     if layout.tp > 1:
+        if sequence_parallel and calls.shares_hidden:
+            raise UsageError(
+                f"{type(model).__name__} uses hidden states between its layers elsewhere, too, and a rank has those of its "
+                f"tokens; give memo.parallelize sequence_parallel=False"
+            )
         divisions = tensor.find_divisions(model, calls.layers, ranks=layout.tp, sequence=sequence_parallel)
     parts = None
     if mesh is None:
@@ -132,7 +139,7 @@ def parallelize(
         parts = init_device_mesh(device, (pp, dp * cp, tp), mesh_dim_names=("pp", "dp", "tp"))
         mesh = parts["tp"]
     if layout.tp > 1:
-        tensor.apply(model, calls.layers, divisions, mesh, sequence=sequence_parallel)
+        tensor.apply(model, calls, divisions, mesh, sequence=sequence_parallel)
     if parts is None:
         return model
     sequences = None

@@ -43,6 +43,8 @@ def _reasons_no_chain(model: nn.Module, layers: Sequence[nn.Module], calls: Forw
         yield f"does not run its {len(layers)} layers once each and in order"
     if not all(one.takes_previous_output for one in calls.layers[1:]):
         yield "changes hidden states between its layers"
+    if calls.shares_hidden:
+        yield "uses hidden states between its layers elsewhere, too"
     if any(0 < one.layers_before < len(layers) for one in calls.outside):
         yield "runs a module between its layers"
     before = {one.module for one in calls.outside if not one.layers_before}

@@ -23,7 +23,7 @@ from torch import nn
 
 from memo.errors import UsageError
 from memo.parallel.collectives import join, split
-from memo.parallel.decoders.calls import LayerCall, tracing
+from memo.parallel.decoders.calls import ForwardCalls, LayerCall, tracing
 from memo.parallel.decoders.dataflow import (
     Boundary,
     Division,
@@ -36,7 +36,7 @@ from memo.parallel.decoders.dataflow import (
 )
 from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.plan import divide, parts_by_rules, planned_parts
-from memo.parallel.rank_agreement import require_same_shape
+from memo.parallel.rank_agreement import require_same_draws, require_same_shape
 from memo.parallel.tensor_parallel import ColumnParallel, DividedExperts, Entry, Replicated, RowParallel
 from memo.parallel.tensor_parallel_group import note_group
 from memo.parallel.vocabulary_parallel import VocabularyParallel, check_rows
@@ -158,7 +158,7 @@ def _check_torch(kind: str, division: Division) -> None:
 
 def apply(
     model: nn.Module,
-    calls: Sequence[LayerCall],
+    calls: ForwardCalls,
     divisions: Mapping[nn.Module, Division],
     mesh: DeviceMesh,
     *,
@@ -173,15 +173,20 @@ def apply(
     for one in calls:
         note_group(one.layer, group)
     input_embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    first: nn.Module = input_embeddings if isinstance(input_embeddings, nn.Module) else calls[0].layer
-    first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
+    first: nn.Module = input_embeddings if isinstance(input_embeddings, nn.Module) else calls.layers[0].layer
+    draws = calls.draws
+
+    def require_same(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _require_same(args, kwargs, group, draws=draws and module.training)
+
+    first.register_forward_pre_hook(require_same, with_kwargs=True)
     config = getattr(model, "config", None)
     model.register_forward_pre_hook(lambda _, __, kwargs: _refuse_parts(kwargs, config), with_kwargs=True)
     if sequence:
-        for index, one in enumerate(calls):
+        for index, one in enumerate(calls.layers):
             if not one.takes_previous_output:
                 one.layer.register_forward_pre_hook(_takes_own_tokens(group), with_kwargs=True)
-            if index + 1 == len(calls) or not calls[index + 1].takes_previous_output:
+            if index + 1 == len(calls.layers) or not calls.layers[index + 1].takes_previous_output:
                 one.layer.register_forward_hook(_gathers_tokens(group))
 
 
@@ -260,10 +265,12 @@ def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
             module._parameters[name] = now
 
 
-def _require_same(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> None:
+def _require_same(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, *, draws: bool) -> None:
     given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
     if given is not None:
         require_same_shape(given, group)
+        if draws:
+            require_same_draws(given.device, group)
 
 
 def _takes_own_tokens(group: dist.ProcessGroup) -> Callable[..., Any]:
