@@ -171,6 +171,7 @@ class Prices:
             codec=config.offload.codec,
         )
         self._shape = ended.shape
+        self._accumulate = config.training.accumulate
         self._space = Space(
             request=request,
             nodes=config.layout.ranks // ranks,
@@ -192,6 +193,8 @@ class Prices:
     def best(self, without: Collection[str]) -> tuple[LayoutChoice, float] | None:
         """The layout with the shortest predicted step, and that; None where no other fits.
 
+        With experts one of as many microbatches: a router's loss is of the choices of a microbatch.
+
         Args:
             without: words of choices that are left out.
         """
@@ -201,6 +204,7 @@ class Prices:
             for shape in space.shapes
             if shape.gpus == space.request.layout.gpus
             for setting in space.settings(shape)
+            if self._shape.moe is None or setting.accumulate == self._accumulate
             for candidate in space.candidates(shape, setting)
             if runs_under_memo_train(candidate) and LayoutChoice.of_candidate(candidate).words not in without
         ]

@@ -10,11 +10,20 @@ import torch
 
 from memo.adapt.adaptation import SHARE, LayoutAdapter
 from memo.adapt.choices import LayoutChoice, require_adaptable
-from memo.adapt.prices import Readings
+from memo.adapt.prices import Prices, Readings
 from memo.cli.main import main
 from memo.compression import GradientCompression
 from memo.errors import CheckpointError, UsageError
-from memo.gpt import EmbeddingGradients, GPTConfig, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
+from memo.gpt import (
+    EmbeddingGradients,
+    GPTConfig,
+    MoeConfig,
+    OffloadConfig,
+    OffloadMode,
+    Precision,
+    RunConfig,
+    TrainConfig,
+)
 from memo.gpt.optim import LrSchedule
 from memo.gpt.train import ADAPTATION, EndedStep, LayoutDecision
 from memo.machine import CollectiveFit, CollectiveRates
@@ -171,6 +180,19 @@ def test_memory_decides_with_it() -> None:
     assert decision is not None
     assert not decision.changes
     assert decision.figures.get("to") != DP
+
+
+def test_with_experts_microbatches_stay_as_many() -> None:
+    """A router's loss is of the choices of a microbatch: others would train another model."""
+    moe = dataclasses.replace(SHAPE, moe=MoeConfig(experts=4, expert_hidden=64))
+    one = dataclasses.replace(ended(RUN), shape=moe)
+    readings = Readings(step_s=2.5, limit_bytes=4 << 30, peak_bytes=0, product_s=13e-3, copy_s=7e-3, launch_s=2e-5)
+    prices = Prices(one, readings.machine(one.device, rates(SLOW_S)), readings)
+    seen: dict[str, int] = {}
+    while (found := prices.best(seen)) is not None:
+        seen[found[0].words] = found[0].accumulate
+    assert len(seen) > 2
+    assert set(seen.values()) == {RUN.training.accumulate}
 
 
 def test_another_number_of_ranks_or_sequences_begins_in_the_layout_of_its_flags(
