@@ -100,3 +100,11 @@ def test_halves_have_the_bits_of_the_whole_but_in_gradients_of_weights(kind: str
             found = re.search(rf"{dtype} {rows}: output 0, input's gradient 0, gradients of weights (\S+)", told)
             assert found, told
             assert float(found[1]) < bound, told
+
+
+@pytest.mark.parallel
+def test_no_result_is_read_and_no_input_changed_before_the_wait() -> None:
+    names = ["tp2_overlap_float64", "tp2_overlap_replicated_llama_float64"]
+    told = launch(2, "late_worker.py", "0,0.5,1", *names)
+    for name in names:
+        assert f"equal {name} within" in told, told
