@@ -24,14 +24,20 @@ def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:
     return gather_values(value, group)[0]
 
 
-def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Raises UsageError on every rank where ranks have batches of different shapes.
+def require_same_batch(group: dist.ProcessGroup, *given: torch.Tensor) -> None:
+    """Raises UsageError on every rank where ranks are given other tensors of integers, or tensors of other shapes.
 
-    Called before each forward, since collectives of tensors of different sizes are undefined. Compares on the device.
+    Called before each forward, since collectives of tensors of different sizes are undefined, and gradients of different
+    tokens silently wrong. Compares on the device.
     """
-    shape = tuple(tensor.shape)
-    if not equal_on_all_ranks(shape, group, tensor.device):
-        require_equal(shape, group, what="the batch of ranks that compute each layer together")
+    shapes = [tuple(one.shape) for one in given]
+    integers = [one.flatten().to(given[0].device) for one in given if not one.is_floating_point()]
+    if not equal_on_all_ranks(shapes, group, given[0].device, torch.cat(integers) if integers else None):
+        require_equal(shapes, group, what="the batch of ranks that compute each layer together")
+        raise UsageError(
+            "ranks that compute each layer together have other tokens or labels; give ranks that differ in dp alone batches "
+            "of their own"
+        )
 
 
 def require_same_draws(device: torch.device, group: dist.ProcessGroup) -> None:

@@ -33,15 +33,24 @@ def gather_values(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]
     return cast("list[_T]", said)
 
 
-def equal_on_all_ranks(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True when `value` has the same text on every rank; exchanges one hash each. A collective call."""
+def equal_on_all_ranks(
+    value: object, group: dist.ProcessGroup, device: torch.device, integers: torch.Tensor | None = None
+) -> bool:
+    """True when `value` has the same text, and `integers` the same values, on every rank. A collective call.
+
+    Ranks exchange one hash of each; that of the integers, a sum with weights modulo 2^64, is computed on the device.
+    """
     if _is_fake(group):
         return True
     digest = _digest(value)
-    bounds = torch.tensor([digest, -digest], device=device)
+    hashes = torch.tensor([digest], device=device)
+    if integers is not None:
+        weights = torch.arange(1, 2 * integers.numel(), 2, device=device)
+        hashes = torch.cat((hashes, (integers.flatten().long() * weights).sum(0, keepdim=True)))
+    bounds = torch.cat((hashes, -hashes))
     dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
-    least, most = bounds.tolist()
-    return bool(least == -most)
+    least, most = torch.tensor(bounds.tolist()).chunk(2)
+    return bool(torch.equal(least, -most))
 
 
 def _is_fake(group: dist.ProcessGroup | None) -> bool:

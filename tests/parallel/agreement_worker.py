@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from memo.errors import UsageError
 from memo.parallel import gather_values
-from memo.parallel.rank_agreement import agree, require_equal, require_same_draws
+from memo.parallel.rank_agreement import agree, require_equal, require_same_batch, require_same_draws
 
 
 def main() -> None:
@@ -23,6 +23,12 @@ def main() -> None:
     said = f"alpha: 0.0 on rank {first}, but 0.25 on rank {first + 1}, which must be equal"
     with pytest.raises(UsageError, match=f"^{said}$"):
         require_equal(rank % 2 / 4, pair, what="alpha")
+    tokens = torch.arange(6).view(2, 3) + first
+    require_same_batch(pair, tokens, tokens + 1)
+    with pytest.raises(UsageError, match="the batch of ranks that compute each layer together: "):
+        require_same_batch(pair, tokens[: 1 + rank % 2])
+    with pytest.raises(UsageError, match="have other tokens or labels"):
+        require_same_batch(pair, tokens, tokens.flip(1) if rank % 2 else tokens)
     torch.manual_seed(first)
     require_same_draws(torch.device("cpu"), pair)
     torch.rand(rank)

@@ -26,7 +26,7 @@ from memo.parallel.collectives import copy_in, own_shard, sum_out
 from memo.parallel.decoders.calls import tracing
 from memo.parallel.decoders.dataflow import check_tokens
 from memo.parallel.decoders.operators import NotDivisible
-from memo.parallel.rank_agreement import require_same_shape
+from memo.parallel.rank_agreement import require_same_batch
 from memo.parallel.ulysses import Ulysses
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Sequences:
         for name, value in batch.items():
             if isinstance(value, torch.Tensor) and name not in known:
                 raise UsageError(f"{name}: with cp a forward takes {', '.join(known)} alone; leave it out")
-        require_same_shape(ids, self._group)
+        labels = batch.get("labels")
+        require_same_batch(self._group, ids, *(() if labels is None else (labels,)))
         ranks, tokens = self._group.size(), ids.shape[1]
         if tokens % ranks:
             raise UsageError(

@@ -75,8 +75,8 @@ def parallelize(
     Raises:
         UsageError: `mesh` is no DeviceMesh or has no dimension "tp"; the sizes are not those of the ranks; layers are not
             known to divide; heads, widths, words or layers do not divide over the ranks; fused projections on torch before
-            2.13. The model is then unchanged. A forward raises it on every rank for batches of different shapes, and for
-            tokens that do not divide.
+            2.13. The model is then unchanged. A forward raises it on every rank for batches that must be equal and are not,
+            and for tokens that do not divide.
     """
     for name, size in {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "microbatches": microbatches, "tokens": tokens}.items():
         if size is not None and size < 1:

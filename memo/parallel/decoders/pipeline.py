@@ -15,6 +15,7 @@ from memo.parallel.decoders.tensor import check_tokens
 from memo.parallel.grad_norm import clip_gradients, gradient_norm
 from memo.parallel.layout import Layout
 from memo.parallel.pipeline import make_schedule
+from memo.parallel.rank_agreement import require_same_batch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,6 +110,7 @@ class DecoderPipeline(nn.Module):
             UsageError: as `schedule`; an argument cannot be divided into microbatches.
         """
         rows, tokens = input_ids.shape
+        require_same_batch(self._mesh.get_group("pp"), input_ids, labels)
         for name, value in named.items():
             if not isinstance(value, torch.Tensor) or value.shape[:1] != (rows,):
                 raise UsageError(

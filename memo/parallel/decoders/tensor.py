@@ -36,7 +36,7 @@ from memo.parallel.decoders.dataflow import (
 )
 from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.plan import divide, parts_by_rules, planned_parts
-from memo.parallel.rank_agreement import require_same_draws, require_same_shape
+from memo.parallel.rank_agreement import require_same_batch, require_same_draws
 from memo.parallel.tensor_parallel import ColumnParallel, DividedExperts, Entry, Replicated, RowParallel
 from memo.parallel.tensor_parallel_group import note_group
 from memo.parallel.vocabulary_parallel import VocabularyParallel, check_rows
@@ -170,7 +170,7 @@ def apply(
         _apply(layer, division, mesh, sequence=sequence)
     _divide_vocabulary(model, mesh)
     _replicate_others(model, mesh)
-    for one in calls:
+    for one in calls.layers:
         note_group(one.layer, group)
     input_embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     first: nn.Module = input_embeddings if isinstance(input_embeddings, nn.Module) else calls.layers[0].layer
@@ -181,7 +181,13 @@ def apply(
 
     first.register_forward_pre_hook(require_same, with_kwargs=True)
     config = getattr(model, "config", None)
-    model.register_forward_pre_hook(lambda _, __, kwargs: _refuse_parts(kwargs, config), with_kwargs=True)
+
+    def check(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _refuse_parts(kwargs, config)
+        if kwargs.get("labels") is not None:
+            require_same_batch(group, kwargs["labels"])
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
     if sequence:
         for index, one in enumerate(calls.layers):
             if not one.takes_previous_output:
@@ -268,7 +274,7 @@ def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
 def _require_same(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, *, draws: bool) -> None:
     given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
     if given is not None:
-        require_same_shape(given, group)
+        require_same_batch(group, given)
         if draws:
             require_same_draws(given.device, group)
 
