@@ -183,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="classes")
     parser.add_argument("--decoders", action="store_true", help="causal language models alone")
     parser.add_argument("--part", default="1/1", metavar="i/n", help="every n-th of the classes, from the i-th on")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="result that ended early, to go on from")
     parser.add_argument(
         "--page", nargs="+", type=Path, metavar="FILE", help="write docs/parallel-architectures.md and end"
     )
@@ -205,8 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp") if getattr(layout, name) > 1
     )
     head = {"torch": torch.__version__, "transformers": transformers.__version__, "layout": shape, "part": args.part}
-    rows: list[dict[str, Any]] = []
-    for name in wanted:
+    rows: list[dict[str, Any]] = json.loads(args.resume.read_text())["architectures"] if args.resume else []
+    known = {row["name"] for row in rows}
+    for name in (one for one in wanted if one not in known):
         rows.append(examine(name, layout))
         gc.collect()
         if leads:
