@@ -109,6 +109,8 @@ class DeferredLogits(Tensor):
     _whole: Tensor | None
     _make: Callable[[], Tensor] | None
     """Derives the elements from those of the logits that these were made of."""
+    _is_copy: bool
+    """Its elements are nobody else's, and may be written into."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -149,6 +151,12 @@ class DeferredLogits(Tensor):
         """Logits of other rows: `function` makes them of the logits, and has made `hidden` of the hidden states."""
         return self._derived(self.steps, self.dtype, hidden, lambda: function(self.whole()))
 
+    def copy(self) -> DeferredLogits:
+        """Logits with elements of their own, and the gradient that autograd gives the copy."""
+        made = _defer(self.product, self.steps, self.dtype, self.hidden)
+        made._is_copy = True
+        return made
+
     def _derived(self, steps: Steps, dtype: torch.dtype, hidden: Tensor, make: Callable[[], Tensor]) -> DeferredLogits:
         """Deferred logits that require a gradient only where these do, whatever the weights require."""
         with self._grad_mode():
@@ -169,7 +177,8 @@ def _with_elements(func: Any, args: Any, kwargs: Any, look: Any) -> Any:
 
     def looked(logits: DeferredLogits) -> Tensor:
         whole = look(logits)
-        seen.append((whole, whole._version))
+        if not logits._is_copy:
+            seen.append((whole, whole._version))
         return cast("Tensor", whole)
 
     args, kwargs = tree_map_only(DeferredLogits, looked, (args, kwargs))
@@ -187,7 +196,7 @@ def _defer(
     weights = tuple(product.projection.parameters())
     logits = cast("DeferredLogits", _Defer.apply(product, steps, dtype, hidden, *weights))  # type: ignore[no-untyped-call]
     logits.product, logits.steps, logits.hidden = product, steps, hidden
-    logits._whole, logits._make = None, make
+    logits._whole, logits._make, logits._is_copy = None, make, False
     return logits
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import GetSetDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,11 @@ def _same(func: Any, logits: DeferredLogits) -> Any:
     return logits
 
 
+def _clone(func: Any, logits: DeferredLogits) -> Any:
+    """Deferred, too, where no graph is recorded, as in DDP's node around the outputs."""
+    return NotImplemented if torch.is_grad_enabled() else logits.copy()
+
+
 def _detach(func: Any, logits: DeferredLogits) -> Any:
     with torch.no_grad():
         return logits.rows(logits.hidden.detach(), Tensor.detach)
@@ -143,20 +149,20 @@ _RULES: dict[str, Callable[..., Any]] = {
     "tanh": _tanh,
     "to": _to,
     "contiguous": _same,
+    "clone": _clone,
     "detach": _detach,
     "__getitem__": _getitem,
     "cross_entropy": _cross_entropy,
 }
 
-_PROPERTIES = (
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "grad",
-    "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xpu",
-    "is_mps", "is_xla", "itemsize", "nbytes", "output_nr", "_version",
-)  # fmt: skip
+_READING = ("data", "real", "imag", "T", "mT", "H", "mH")
+_PROPERTIES = [
+    name for name in dir(Tensor) if isinstance(getattr(Tensor, name), GetSetDescriptorType) and name not in _READING
+]
 _METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "stride",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device",
-    "is_inference", "register_hook", "retain_grad", "__len__", "__hash__", "__dir__",
+    "is_inference", "_is_view", "register_hook", "retain_grad", "__len__", "__hash__", "__dir__",
 )  # fmt: skip
 
 # Functions and properties of a tensor that do not read its elements.

@@ -1,7 +1,4 @@
-"""Models for a rehearsal, on tensors without bytes: Hugging Face's with PEFT's adapters, and memo's GPT.
-
-Where several GPUs are rehearsed, FSDP2 shards them.
-"""
+"""Models for a rehearsal, on tensors without bytes: Hugging Face's with PEFT's adapters, and memo's GPT."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from memo.errors import UsageError, one_line
 from memo.gpt.model import sharded_stages
@@ -25,8 +21,8 @@ from memo.hugging_face import (
 )
 from memo.loss import loss_without_logits
 from memo.parallel import World
+from memo.parallel.decoders import parallelize
 from memo.record import Step
-from memo.swap import find_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +37,13 @@ def hugging_face_step(
     lora: int = 0,
     without_logits: bool = False,
     layers: int | None = None,
+    tp: int = 1,
+    cp: int = 1,
 ) -> Callable[..., Step]:
     """Returns a function that builds the step of a model of transformers, in bfloat16.
 
-    Where several GPUs are rehearsed, FSDP2 shards each layer's parameters over them, and each has its own sequences.
+    Where several GPUs are rehearsed, `memo.parallelize` divides it: parameters are sharded over the GPUs of each of the `tp`
+    parts of a matrix, and `tp` times `cp` GPUs share sequences.
 
     Args:
         model: name of a published model or of its repository, path of a configuration or of its folder, or the
@@ -52,6 +51,8 @@ def hugging_face_step(
         lora: rank of the adapters that PEFT puts on all linear maps, which alone are trained; 0 trains everything.
         without_logits: the loss is computed in chunks (memo.loss_without_logits).
         layers: number of layers instead of the configuration's.
+        tp: tensor-parallel GPUs.
+        cp: GPUs that divide the tokens of each sequence.
 
     Returns:
         A callable with the keywords `batch` and `tokens`, which returns a Step whose loss takes these sizes.
@@ -80,7 +81,7 @@ def hugging_face_step(
         if lora:
             made = _adapted(made, lora, name=name)
         if dist.is_initialized():
-            _shard(made)
+            made = parallelize(made, tp=tp, cp=cp, dp=dist.get_world_size() // (tp * cp))
         made.to_empty(device="cpu")
         made.tie_weights()
         made.train()
@@ -94,13 +95,6 @@ def hugging_face_step(
         return Step(model=made, loss=loss)
 
     return build
-
-
-def _shard(model: torch.nn.Module) -> None:
-    """Shards as FSDP2's documentation has it: each layer, then what is left."""
-    for layer in find_layers(model):
-        fully_shard(layer.module)
-    fully_shard(model)
 
 
 def gpt_step_of_rank(config: GPTConfig, layout: Layout) -> Callable[..., Step]:

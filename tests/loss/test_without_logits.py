@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from family_sizes import GROUPED, LAYERS, STACKS, TOKENS, VOCAB
 from live_bytes import LiveBytes
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import memo
 from memo.errors import UsageError
@@ -320,6 +323,60 @@ def test_a_model_that_is_wrapped_is_given_as_it_is_called() -> None:
         assert "computed=False" in repr(output.logits)
         assert type(wrapped(batch()["input_ids"]).logits) is Tensor
     torch.testing.assert_close(output.loss, own.loss, rtol=2e-6, atol=0)
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def wrapped_by(model: nn.Module, kind: str) -> nn.Module:
+    if kind == "fully_shard":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    options = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}  # Trainer gives the first
+    return nn.parallel.DistributedDataParallel(model, **options.get(kind, {}))
+
+
+@pytest.mark.parametrize("kind", ["plain", "unused", "static", "fully_shard"])
+def test_data_parallelism_around_the_model_makes_no_logits(kind: str) -> None:
+    with one_rank():
+        model = model_of("LlamaForCausalLM")
+        memo.loss_without_logits(model)
+        wrapped = wrapped_by(model, kind)
+        for _ in range(2):
+            output = wrapped(**batch())
+            output.loss.backward()
+            assert "computed=False" in repr(output.logits)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unused", "static"])
+def test_logits_that_are_read_behind_data_parallelism_have_their_gradient(kind: str) -> None:
+    grads = []
+    for without in (False, True):
+        with one_rank():
+            model = model_of("LlamaForCausalLM").double()
+            if without:
+                memo.loss_without_logits(model)
+            wrapped = wrapped_by(model, kind)
+            output = wrapped(**batch())
+            (output.loss + output.logits.square().mean()).backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, want in grads[0].items():
+        torch.testing.assert_close(grads[1][name], want, rtol=0, atol=1e-7)  # losses are in float32
+
+
+def test_a_clone_without_a_graph_may_be_written_into() -> None:
+    model = model_of("LlamaForCausalLM")
+    with memo.loss_without_logits(model), torch.no_grad():
+        logits = model(**batch()).logits
+        changed = logits.clone()
+        changed.zero_()
+        assert not changed.any()
+        assert logits.any()
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -52,11 +52,11 @@ class RehearsedModel:
     gpus: Count = 1
     """GPUs, of which one is rehearsed: FSDP2 shards the parameters over them (over those with the same ones, with --tp)."""
     tp: Count | None = None
-    """With a GPT preset: tensor parallelism."""
+    """Tensor parallelism."""
     cp: Count | None = None
-    """With a GPT preset: context parallelism."""
+    """Context parallelism."""
     tp_overlap: bool = False
-    """With --tp: run layers in two halves, collectives of one beside the other's compute."""
+    """With --tp and a GPT preset: run layers in two halves, collectives of one beside the other's compute."""
     mlp_tiles: Count | None = None
     """With a GPT preset: compute each MLP in as many tiles, as memo plan says (default 1)."""
 
@@ -82,12 +82,12 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     if gpt_size(name) is None:
         refuse_given(
             options,
-            "--tp --cp --tp-overlap --mlp-tiles",
+            "--tp-overlap --mlp-tiles",
             "is for memo's GPT, such as llama3-8b; leave it out for other models",
         )
     if ":" in name and not Path(name).exists():
         why = "applies to models by name or configuration; leave it out"
-        refuse_given(options, "--lora --layers --loss-without-logits --lengths", why)
+        refuse_given(options, "--lora --layers --tp --cp --loss-without-logits --lengths", why)
         from memo.record import load_step
 
         return load_step(name, needs_loss=True)
@@ -97,7 +97,12 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     from memo.rehearsal import hugging_face_step
 
     return hugging_face_step(
-        name, lora=options.lora or 0, without_logits=options.loss_without_logits, layers=options.layers
+        name,
+        lora=options.lora or 0,
+        without_logits=options.loss_without_logits,
+        layers=options.layers,
+        tp=options.tp or 1,
+        cp=options.cp or 1,
     )
 
 

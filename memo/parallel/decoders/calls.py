@@ -56,16 +56,16 @@ class OutsideCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardCalls:
-    """Calls of a forward in their order."""
+    """Calls of a forward in their order; none of one that was not looked at."""
 
-    layers: list[LayerCall]
-    outside: list[OutsideCall]
-    shares_hidden: bool
+    layers: list[LayerCall] = dataclasses.field(default_factory=list)
+    outside: list[OutsideCall] = dataclasses.field(default_factory=list)
+    shares_hidden: bool = False
     """Hidden states that a layer passes to the next one are used elsewhere, too."""
-    draws: bool
+    draws: bool = False
     """Random numbers are drawn, as dropout does."""
-    tokens: int
-    flops: dict[nn.Module, tuple[int, int]]
+    tokens: int = 1
+    flops: dict[nn.Module, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """FLOPs of each module: of products with weights, and of attention's scores."""
 
     def cost(self, module: nn.Module, tokens: int) -> float:

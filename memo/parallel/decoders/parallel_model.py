@@ -109,7 +109,9 @@ def parallelize(
         )
     if any(getattr(module, "layerdrop", 0) for module in model.modules()):
         raise UsageError("layerdrop leaves layers out by chance, which ranks do not agree on; set it to 0")
-    calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
+    calls = ForwardCalls()
+    if layout.tp > 1 or pp > 1:
+        calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
         check_stages(model, layers, calls, layout)
         stages = _stage_ranges(layers, calls, layout.stages, tuple(stage_layers), tokens or calls.tokens)
