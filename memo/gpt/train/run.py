@@ -34,7 +34,7 @@ from memo.gpt.train.adapter import ADAPTATION, EndedStep
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, former_settings, with_former_batch
-from memo.gpt.train.former_settings import GUARD, differences, positions, require_settings
+from memo.gpt.train.former_settings import GUARD, differences, flag_of_setting, positions, require_settings
 from memo.gpt.train.gradient_compression import require_replicas, resumed_state, state_settings
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
@@ -397,7 +397,26 @@ def _join(config: RunConfig, device: torch.device, stack: ExitStack) -> World:
     stack.enter_context(first_cause(int(os.environ["RANK"])))
     stack.enter_context(ended_by_signal())
     stack.enter_context(join(device))
+    _require_same_run(config)
     return World.of(config.layout, device.type)
+
+
+def _require_same_run(config: RunConfig) -> None:
+    """Raises UsageError on every rank where one has other flags, or read another checkpoint. A collective call."""
+    from memo.parallel import gather_values
+
+    own: dict[str, Any] = {}
+    for part in (config.training, config.training.schedule, config.layout, config.shape):
+        own |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    own |= {name: getattr(config, name) for name in ("batch", "seed", "seq", "precision")}
+    said = gather_values(own)
+    for name, value in said[0].items():
+        other = next((rank for rank, theirs in enumerate(said) if theirs[name] != value), None)
+        if other is not None:
+            raise UsageError(
+                f"{flag_of_setting(name)}: {value} on rank 0, but {said[other][name]} on rank {other}; start all nodes with "
+                f"the same flags and one directory of checkpoints"
+            )
 
 
 def _open_tokens(config: RunConfig, world: World | None) -> TokenFile:
