@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import gc
 import json
 import os
@@ -195,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    dist.init_process_group("gloo")
+    # Where one stage fails, the others end their waits.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=3))
     layout = Layout(tp=args.tp, pp=args.pp, dp=args.dp, cp=args.cp)
     small_architectures.use_key_heads(max(2, args.tp))
     index, _, count = args.part.partition("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -374,6 +375,28 @@ def test_attention_beside_experts_is_divided() -> None:
     for division in find_divisions(model, calls.layers, ranks=2, sequence=True).values():
         assert division.whole == {}
         assert {"self_attn.q_proj", "mlp.experts"} <= set(division.parts)
+
+
+class Normalised(torch.autograd.Function):
+    """The identity, whose gradient has length one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}])
+def test_a_backward_that_nobody_has_looked_at_is_refused(sizes: dict[str, int]) -> None:
+    model = llama()
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: Normalised.apply(forward(x))  # type: ignore[no-untyped-call]
+    with pytest.raises(UsageError, match="an autograd function of its own, Normalised, whose backward may mix"):
+        memo.parallelize(model, **sizes)  # type: ignore[arg-type]
 
 
 def test_weights_that_layers_share_are_refused() -> None:

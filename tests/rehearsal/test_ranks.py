@@ -152,11 +152,27 @@ def test_the_command_rehearses_ranks(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["fits"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [("--tp", "2"), ("--cp", "2"), ("--tp", "2", "--cp", "2"), ()], ids=" ".join)
+def test_a_model_of_transformers_takes_what_is_planned(
+    sizes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model", "qwen3-0.6b", "--layers", "6", "--seq", "16k", "--loss-without-logits", "--gpus", "4", *sizes)
+    assert main(["rehearse", *model, "--gpu", "h100", "--json"]) == 0
+    rehearsed = json.loads(capsys.readouterr().out)["step_s"]
+    assert main(["plan", *model, "--gpu", "h100", "--json"]) == 0
+    assert rehearsed == pytest.approx(json.loads(capsys.readouterr().out)["step_s"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--model", "tiny", "--gpus", "6", "--cp", "4"], "--gpus 6 is no multiple of --tp 1 times --cp 4"),
-        (["--model", "llama-3.2-1b", "--gpus", "8", "--cp", "2"], "--cp is for memo's GPT"),
+        (
+            ["--model", "gpt-oss-20b", "--gpus", "8", "--cp", "2"],
+            "cannot be divided over cp=2 ranks: its attention has s_aux",
+        ),
+        (["--model", "llama-3.2-1b", "--gpus", "6", "--tp", "6"], "6 ranks do not divide the model's 32 heads"),
         (["--model", "tiny", "--gpus", "8", "--lengths", "1k,2k"], "--lengths applies to one GPU"),
         (["--model", "tiny", "--gpus", "3", "--tp", "3"], "--tp 3 does not divide the model's 2 heads"),
         (["--model", "tiny", "--gpus", "16", "--net", "none"], "network"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -64,6 +65,8 @@ class ForwardCalls:
     """Hidden states that a layer passes to the next one are used elsewhere, too."""
     draws: bool = False
     """Random numbers are drawn, as dropout does."""
+    own_backward: str = ""
+    """Name of an autograd function of Python's, which says itself what its gradients are; empty without one."""
     tokens: int = 1
     flops: dict[nn.Module, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """FLOPs of each module: of products with weights, and of attention's scores."""
@@ -171,7 +174,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
         for module in outside_modules(model, layers):
             stack.callback(module.register_forward_hook(after_outside, with_kwargs=True).remove)
         try:
-            torch.func.functional_call(model, meta, (), batch)
+            output = torch.func.functional_call(model, meta, (), batch)
         except UsageError:
             raise
         except Exception as error:
@@ -184,8 +187,30 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
     counts = counter.get_flop_counts()
     flops = {m: _flops(m, counts[key], pairs) for m, key in names.items() if key in counts}
     return ForwardCalls(
-        layers=found, outside=outside, shares_hidden=shares, draws=draws.found, tokens=tokens, flops=flops
+        layers=found,
+        outside=outside,
+        shares_hidden=shares,
+        draws=draws.found,
+        own_backward=_own_backward(output),
+        tokens=tokens,
+        flops=flops,
     )
+
+
+def _own_backward(output: Any) -> str:
+    """Name of a function of Python's in the graph of a forward; activation checkpointing is none, since it recomputes."""
+    nodes = [x.grad_fn for x in tensors_of(output) if x.grad_fn is not None]
+    seen: set[Any] = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = str(node.name()).removesuffix("Backward")
+        if issubclass(type(node), BackwardCFunction) and name != "CheckpointFunction":
+            return name
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return ""
 
 
 def _flops(module: nn.Module, counts: Mapping[Any, int], pairs: Mapping[nn.Module, int]) -> tuple[int, int]:

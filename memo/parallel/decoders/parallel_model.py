@@ -110,7 +110,7 @@ def parallelize(
     if any(getattr(module, "layerdrop", 0) for module in model.modules()):
         raise UsageError("layerdrop leaves layers out by chance, which ranks do not agree on; set it to 0")
     calls = ForwardCalls()
-    if layout.tp > 1 or pp > 1:
+    if layout.tp > 1 or pp > 1 or cp > 1:
         calls = calls_of(model, layers, tokens=tensor.tokens_to_trace(layout.tp))
     if pp > 1:
         check_stages(model, layers, calls, layout)
@@ -120,6 +120,11 @@ def parallelize(
         hidden = calls.layers[0].hidden
     if cp > 1:
         context.check_context(model, ranks=cp, tp=tp)
+    if (layout.tp > 1 or cp > 1) and calls.own_backward:
+        raise UsageError(
+            f"{type(model).__name__} has an autograd function of its own, {calls.own_backward}, whose backward may mix the "
+            f"ranks' parts; use pp and dp"
+        )
     divisions = {}
     if layout.tp > 1:
         if sequence_parallel and calls.shares_hidden:
