@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from memo.atomic_file import atomic_file
 from memo.bounded_files import Refused, read_object
+from memo.cli.inputs.fields import add_fields, parsed, refuse_given
+from memo.cli.inputs.flag_types import Flag, Force, Json
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import (
@@ -25,122 +28,125 @@ from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_to_json, printable, read_traces
 
 
+def _step_range(text: str) -> range:
+    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text, re.ASCII)
+    if found is None:
+        raise UsageError(f"{printable(text)}: not a range of steps; write for instance 10-12 or 7")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise UsageError(f"{text}: the last step is before the first")
+    return range(first, last + 1)
+
+
+_Output = Annotated[Path, Flag(flags="-o --output", type=file_path)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """What of a trace is read. The fields are flags, here and below."""
+
+    steps: Annotated[range | None, Flag(type=_step_range, metavar="FIRST-LAST")] = None
+    """Read only these steps, such as 10-12 or 7 (default: all steps)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run(_Steps):
+    """Traces of one run."""
+
+    traces: Annotated[Sequence[str], Flag(flags="traces", type=str, nargs="+", metavar="trace.rank*.jsonl")]
+    """Trace files of one run, one per rank; also .gz."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Report(_Run):
+    """Traces, and what their verdict compares with."""
+
+    plain: Annotated[float | None, Flag(metavar="SECONDS")] = None
+    """Measured time of the same step without memo, which the verdict compares with (default: that of plain steps in the
+    trace, if there are any)."""
+
+    def __post_init__(self) -> None:
+        if self.plain is not None and not 0 < self.plain < math.inf:
+            raise UsageError(f"--plain {self.plain} is not a positive number of seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stats(_Report):
+    """Options of `memo trace stats`."""
+
+    rank: int | None = None
+    """Rank to show (default: the rank with the slowest median step)."""
+    step: Annotated[str | None, Flag(metavar="N")] = None
+    """Number of the step to show, or all (default: the rank's median step)."""
+    json: Annotated[Json, Flag(help="print one JSON object with every rank and step instead of tables")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Html(_Report):
+    """Options of `memo trace html`."""
+
+    plan: Path | None = None
+    """Address plan to draw on the page (default: none)."""
+    explain: Path | None = None
+    """Show what each kind of layer keeps and repeats: the output of memo explain --json (default: none)."""
+    live: bool = False
+    """Instead of writing a file, serve the page of a job that still runs, to this machine, with each new step."""
+    port: int = 8000
+    """With --live: 0 takes a free one."""
+    output: _Output | None = None
+    """Write the page to FILE."""
+    force: Force = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Chrome(_Run):
+    """Options of `memo trace chrome`."""
+
+    output: Annotated[_Output, Flag(required=True)]
+    """Write the JSON to FILE, compressed if FILE ends in .gz."""
+    force: Force = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Diff(_Steps):
+    """Options of `memo trace diff`."""
+
+    a: Annotated[str, Flag(flags="a", metavar=None)]
+    """Trace file of the first run."""
+    b: Annotated[str, Flag(flags="b", metavar=None)]
+    """Trace file of the second run."""
+    json: Annotated[Json, Flag(help="print one JSON object with every figure instead of a table")] = False
+    output: _Output | None = None
+    """Write a page with both steps, one below the other."""
+    force: Force = False
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `memo trace` with their arguments."""
     commands = parser.add_subparsers(
         title="commands", dest="trace_command", metavar="stats|html|diff|chrome", required=True
     )
-    stats = _command(commands, "stats", "print the figures and the verdict of a run", _stats)
-    stats.add_argument(
-        "--rank", type=int, metavar="N", help="rank to show (default: the rank with the slowest median step)"
-    )
-    stats.add_argument(
-        "--step", metavar="N", help="number of the step to show, or all (default: the rank's median step)"
-    )
-    _add_plain(stats)
-    stats.add_argument(
-        "--json", action="store_true", help="print one JSON object with every rank and step instead of tables"
-    )
-    html = _command(commands, "html", "write the timeline of a run as one HTML page", _html)
-    _add_plain(html)
-    html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
-    html.add_argument(
-        "--explain",
-        type=Path,
-        metavar="FILE",
-        help="show what each kind of layer keeps and repeats: the output of memo explain --json (default: none)",
-    )
-    html.add_argument(
-        "--live",
-        action="store_true",
-        help="instead of writing a file, serve the page of a job that still runs, to this machine, with each new step",
-    )
-    html.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="with --live: 0 takes a free one (default 8000)"
-    )
-    _add_output(html, "write the page to FILE", required=False)
-    chrome = _command(commands, "chrome", "write JSON for Perfetto and chrome://tracing", _chrome)
-    _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
-    text = "compare two runs side by side"
-    diff = commands.add_parser("diff", help=text, description=_sentence(text))
-    diff.add_argument("a", help="trace file of the first run")
-    diff.add_argument("b", help="trace file of the second run")
-    diff.add_argument("--json", action="store_true", help="print one JSON object with every figure instead of a table")
-    _add_steps(diff)
-    _add_output(diff, "write a page with both steps, one below the other", required=False)
-    diff.set_defaults(act=_diff)
+    for name, (text, options, _) in _COMMANDS.items():
+        add_fields(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."), options)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns its exit code."""
-    act: Callable[[argparse.Namespace], int] = args.act
-    return act(args)
+    _, options, act = _COMMANDS[args.trace_command]
+    return act(parsed(options, args))
 
 
-def _command(commands: Any, name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=_sentence(text))
-    parser.add_argument(
-        "traces", nargs="+", metavar="trace.rank*.jsonl", help="trace files of one run, one per rank; also .gz"
-    )
-    _add_steps(parser)
-    parser.set_defaults(act=act)
-    return parser
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps", metavar="FIRST-LAST", help="read only these steps, such as 10-12 or 7 (default: all steps)"
-    )
-
-
-def _steps(args: argparse.Namespace) -> range | None:
-    if args.steps is None:
-        return None
-    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", args.steps, re.ASCII)
-    if found is None:
-        raise UsageError(f"--steps {printable(args.steps)}: not a range of steps; write for instance 10-12 or 7")
-    first, last = int(found[1]), int(found[2] or found[1])
-    if last < first:
-        raise UsageError(f"--steps {args.steps}: the last step is before the first")
-    return range(first, last + 1)
-
-
-def _read(args: argparse.Namespace) -> list[Trace]:
+def _read(args: _Run) -> list[Trace]:
     for path in args.traces:
         require_kind(path, FileKind.TRACE)
-    traces = read_traces(args.traces, steps=_steps(args))
+    traces = read_traces(args.traces, steps=args.steps)
     if args.steps is not None and not any(trace.events for trace in traces):
-        raise UsageError(f"--steps {args.steps}: the trace has no event of these steps; choose others")
+        raise UsageError("--steps: the trace has no event of these steps; choose others")
     return traces
 
 
-def _add_plain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--plain",
-        type=float,
-        metavar="SECONDS",
-        help="measured time of the same step without memo, which the verdict compares with (default: that of plain steps in "
-        "the trace, if there are any)",
-    )
-
-
-def _add_output(parser: argparse.ArgumentParser, text: str, *, required: bool = True) -> None:
-    parser.add_argument("-o", "--output", type=file_path, required=required, metavar="FILE", help=text)
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
-
-
-def _report(args: argparse.Namespace) -> TraceReport:
-    if args.plain is not None and not 0 < args.plain < math.inf:
-        raise UsageError(f"--plain {args.plain} is not a positive number of seconds")
-    return build_report(_read(args), plain_s=args.plain)
-
-
-def _stats(args: argparse.Namespace) -> int:
-    report = _report(args)
+def _stats(args: _Stats) -> int:
+    report = build_report(_read(args), plain_s=args.plain)
     rank, step = _selected(report, args)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
@@ -150,12 +156,10 @@ def _stats(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _live(args: argparse.Namespace) -> int:
+def _live(args: _Html) -> int:
     from memo.trace.live import LiveServer
 
-    for flag, value in (("-o", args.output), ("--plan", args.plan), ("--steps", args.steps)):
-        if value is not None:
-            raise UsageError(f"{flag} has no meaning with --live, which serves the newest steps")
+    refuse_given(args, "--output --plan --steps", "has no meaning with --live, which serves the newest steps")
     packed = [path for path in args.traces if path.endswith(".gz")]
     if packed:
         raise UsageError(f"{printable(packed[0])} is compressed, and --live follows a file that still grows")
@@ -170,7 +174,7 @@ def _live(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _html(args: argparse.Namespace) -> int:
+def _html(args: _Html) -> int:
     from memo.trace import page_data, render_page
 
     if args.live:
@@ -180,7 +184,7 @@ def _html(args: argparse.Namespace) -> int:
     refuse_existing(args.output, force=args.force)
     if args.plan is not None:
         require_kind(args.plan, FileKind.ADDRESS_PLAN)
-    report = _report(args)
+    report = build_report(_read(args), plain_s=args.plain)
     explained = explained_layers(args.explain) if args.explain else []
     data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
     model = report.of_rank(report.rank).trace.meta.get("model")
@@ -221,7 +225,7 @@ def _packing(path: Path) -> list[dict[str, Any]]:
     return address_plan_drawings(read_plan(path), title=path.name)
 
 
-def _chrome(args: argparse.Namespace) -> int:
+def _chrome(args: _Chrome) -> int:
     from memo.trace import chrome_trace
 
     refuse_existing(args.output, force=args.force)
@@ -233,7 +237,7 @@ def _chrome(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _diff(args: _Diff) -> int:
     from memo.trace import diff_page, diff_sentence, render_page
 
     for path in (args.a, args.b):
@@ -241,7 +245,7 @@ def _diff(args: argparse.Namespace) -> int:
     if args.output is not None and args.json:
         raise UsageError("-o writes a page and --json prints figures; give one of them")
     refuse_existing(args.output, force=args.force)
-    a, b = (build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b))
+    a, b = (build_report(read_traces([path], steps=args.steps)) for path in (args.a, args.b))
     rows = compare_reports(a, b)
     if args.json:
         print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff_to_json(rows)}, allow_nan=False))
@@ -257,7 +261,7 @@ def _diff(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _selected(report: TraceReport, args: argparse.Namespace) -> tuple[int, int | None]:
+def _selected(report: TraceReport, args: _Stats) -> tuple[int, int | None]:
     """Rank and step of the arguments, by default those that represent the run; None is all steps."""
     rank = report.rank if args.rank is None else args.rank
     one = report.of_rank(rank)
@@ -269,3 +273,12 @@ def _selected(report: TraceReport, args: argparse.Namespace) -> tuple[int, int |
         return rank, one.step(int(args.step)).step
     known = [step.step for step in one.stats.steps]
     return rank, report.step if report.step in known else None
+
+
+_COMMANDS: dict[str, tuple[str, type, Callable[[Any], int]]] = {
+    "stats": ("print the figures and the verdict of a run", _Stats, _stats),
+    "html": ("write the timeline of a run as one HTML page", _Html, _html),
+    "chrome": ("write JSON for Perfetto and chrome://tracing", _Chrome, _chrome),
+    "diff": ("compare two runs side by side", _Diff, _diff),
+}
+"""Text, options and function of each subcommand."""

@@ -47,9 +47,12 @@ class DiffRow:
             return ""
         return "better" if change * self.better > 0 else "worse"
 
-    def shown(self, value: float | None) -> str:
-        """Formats a value in the row's unit."""
-        return "–" if value is None else _SHOWN[self.unit](value)
+    @property
+    def cells(self) -> dict[str, str]:
+        """Name, both values in the row's unit, the change and the word, as texts."""
+        a, b = ("–" if value is None else _SHOWN[self.unit](value) for value in (self.a, self.b))
+        change = "–" if self.change_percent is None else f"{self.change_percent:+.1f} %"
+        return {"name": self.name, "a": a, "b": b, "change": change, "word": self.word}
 
 
 _SHOWN: dict[Unit, Callable[[float], str]] = {
@@ -115,17 +118,7 @@ def diff_page(a: TraceReport, b: TraceReport, rows: list[DiffRow], *, names: tup
         rows: of `compare_reports`.
         names: of the two runs, such as their files.
     """
-    shown = [
-        {
-            "name": row.name,
-            "a": row.shown(row.a),
-            "b": row.shown(row.b),
-            "change": "" if row.change_percent is None else f"{row.change_percent:+.1f} %",
-            "word": row.word,
-        }
-        for row in rows
-    ]
-    table = {"sentence": diff_sentence(rows), "rows": shown, "names": without_folders(names)}
+    table = {"sentence": diff_sentence(rows), "rows": [row.cells for row in rows], "names": without_folders(names)}
     return {"diff": table, "pages": [page_data(one) for one in (a, b)]}
 
 

@@ -96,14 +96,4 @@ def _layers(step: StepStats) -> _Table:
 def print_diff(a: str, b: str, rows: Sequence[DiffRow]) -> None:
     """Prints the figures of two runs side by side."""
     print(f"a: {printable(a)}\nb: {printable(b)}")
-    lines = [
-        (
-            row.name,
-            row.shown(row.a),
-            row.shown(row.b),
-            "–" if row.change_percent is None else f"{row.change_percent:+.1f} %",
-            row.word,
-        )
-        for row in rows
-    ]
-    print(text_table(("", "a", "b", "change", ""), lines, left=(0, 4)))
+    print(text_table(("", "a", "b", "change", ""), [tuple(row.cells.values()) for row in rows], left=(0, 4)))
