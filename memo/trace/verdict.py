@@ -271,33 +271,14 @@ def _why_reload_waits(evidence: Evidence, episode: _Episode) -> str:
         advice = "" if evidence.limits is not None else ": move fewer bytes"
         return f"because {_LANE_NAMES[slow]} was never idle long enough since backward began{advice}"
     why = "because nothing asked for it earlier" if begun >= stall.t else "because its prefetch began late"
-    return f"{why}; {_deeper(evidence, episode, begun, backward, life)}"
+    device = evidence.stats.peaks[0]
+    if device.budget_nbytes is None:
+        return why
+    return f"{why}, with {format_bytes(max(device.budget_nbytes - device.used_nbytes, 0))} of the device budget free"
 
 
 def _is_backward_layer(event: Event) -> bool:
     return isinstance(event, Span) and event.lane is Lane.COMPUTE and event.phase == "backward"
-
-
-def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: TensorLifetime) -> str:
-    """Prefetch depth in layers that would end the reload in time, and the device memory that it needs."""
-
-    def layers_since(t: int) -> int:
-        return sum(event.t < episode.first.t and event.t + getattr(event, "d", 0) > t for event in backward)
-
-    now = layers_since(begun)
-    depth = max(now + 1, layers_since(begun - episode.d))
-    layer = layer_of(life.module)
-    needed = (depth - now) * sum(
-        one.nbytes
-        for one in evidence.lifetimes
-        if one.step == life.step and one.moves and layer_of(one.module) == layer
-    )
-    device = evidence.stats.peaks[0]
-    room = None if device.budget_nbytes is None else device.budget_nbytes - device.used_nbytes
-    text = f"beginning {depth} layer{'s' * (depth > 1)} ahead would need {format_bytes(needed)} and remove it"
-    if room is not None and room < needed:
-        text += f", but only {format_bytes(max(room, 0))} of the device budget is free"
-    return text
 
 
 def _why_drain(evidence: Evidence) -> str:

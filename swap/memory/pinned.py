@@ -22,7 +22,6 @@ import itertools
 import logging
 import mmap
 import os
-import sys
 import threading
 import time
 import weakref
@@ -45,8 +44,6 @@ _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; Python has no nam
 _FAULTED_BYTES = 64 << 20
 """Bytes that a thread faults in by one call; between calls it checks whether the slab is closed."""
 _FAULTING_THREADS = min(4, os.cpu_count() or 1)
-_PROGRESS_BYTES = 4 << 30
-"""Locking less than this shows no progress line."""
 
 
 class _LockingThreads(threading.local):
@@ -191,18 +188,16 @@ class PinnedSlab:
         _locking_threads.mark()
         if before is not None:
             before.join()  # it has nothing left to lock
-        progress, begin, first = _Progress(), time.monotonic(), self._ready
+        begin, first = time.monotonic(), self._ready
         try:
             faulting = ThreadPoolExecutor(_FAULTING_THREADS, "memo-fault", initializer=_locking_threads.mark)
             with torch.cuda.device(self._device), faulting as threads:
                 while (piece := self._next_piece()) is not None:
                     self._lock(*piece, threads)
-                    progress.show(self._ready - first, self.nbytes - first)
         except BaseException as raised:
             with self._changed:
                 self.nbytes, self._error = self._ready, raised
                 self._end()
-        progress.end()
         took = format_duration(time.monotonic() - begin)
         _log.info("pinned %s of host memory in %s", format_bytes(self._ready - first), took)
 
@@ -302,24 +297,6 @@ class _Pages:
             torch.cuda.cudart().cudaHostUnregister(self._address + start)
             self._mapping.madvise(mmap.MADV_DONTNEED, start, whole_pages(stop - start))
         return self._locked[-1][1] if self._locked else 0
-
-
-class _Progress:
-    """Progress line on a terminal's stderr, erased at the end."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def show(self, done: int, wanted: int) -> None:
-        """Prints bytes locked of bytes requested."""
-        if wanted >= _PROGRESS_BYTES and sys.stderr.isatty():
-            self._shown = True
-            print(f"\rmemo: pinned {format_bytes(done)} of {format_bytes(wanted)}\x1b[K", end="", file=sys.stderr)
-
-    def end(self) -> None:
-        """Erases the line."""
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _clear_cuda_error() -> None:
