@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         points_of as points_of,
     )
     from memo.autoplan.plan_outcome import PlanOutcome as PlanOutcome
+    from memo.autoplan.plan_source import PlanSource as PlanSource
     from memo.autoplan.profile_from_step import saved_alone as saved_alone
     from memo.autoplan.step_evidence import AllGather as AllGather, single_rank as single_rank
 else:

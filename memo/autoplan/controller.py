@@ -41,6 +41,7 @@ from memo.autoplan.limits import MEASURING
 from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
 from memo.autoplan.plan_maker import PlanMaker
 from memo.autoplan.plan_outcome import PlanOutcome, describe_level
+from memo.autoplan.plan_source import PlanSource
 from memo.autoplan.profile_from_step import (
     measured_hardware,
     measured_profile,
@@ -82,8 +83,8 @@ MOST_WARNED = 64
 """Causes of warnings that are remembered, to warn once for each."""
 
 
-class AutoPlan:
-    """Planning of one manager; a plan source of memo.manager.
+class AutoPlan(PlanSource):
+    """Planning of one manager.
 
     Args:
         actuator: applies plans and measures steps.

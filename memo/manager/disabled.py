@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.manager.manager import Manager
 from memo.manager.report import Report
-from memo.swap import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import nn
 
+    from memo.autoplan import PlanSource
     from memo.manager.arguments import LayerLevels
-    from memo.manager.plan_source import PlanSource
-    from memo.mip.activation import ActivationPlan
-    from memo.swap import Layer, LayerCosts, LayerExplanation
+    from memo.swap import LayerExplanation
 
 VARIABLE = "MEMO_DISABLE"
 
@@ -29,34 +27,13 @@ def is_disabled() -> bool:
 
 
 class DisabledManager(Manager):
-    """A Manager that manages nothing, and whose report says so."""
+    """A Manager that has opened nothing and opens nothing, and whose report says so."""
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
+        self._layers = ()
+        self._parts = self._plan_source = self._saving = None
         self.step = 0
-
-    @property
-    def stats(self) -> Stats:
-        """Counters, all 0."""
-        return Stats()
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        """None."""
-        return ()
-
-    @property
-    def plan(self) -> ActivationPlan | None:
-        """Always None."""
-        return None
-
-    @property
-    def has_settled(self) -> bool:
-        """True."""
-        return True
-
-    def note(self, cause: str, message: str) -> None:
-        """Does nothing."""
 
     def __enter__(self) -> Manager:
         return self
@@ -71,19 +48,8 @@ class DisabledManager(Manager):
     def detach(self) -> None:
         """Does nothing."""
 
-    def replaces_checkpoint_of(self, modules: Sequence[nn.Module]) -> bool:
-        """False."""
-        return False
-
-    def notes_checkpoint(self, around: Sequence[str]) -> None:
-        """Does nothing."""
-
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
         """Does nothing."""
-
-    def levels_profile(self) -> list[LayerCosts]:
-        """Returns an empty list."""
-        return []
 
     def explain(self, layer: int | str) -> LayerExplanation:
         """Raises UsageError."""

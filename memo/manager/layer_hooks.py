@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memo.manager.plan_source import PlanSource
+    from memo.autoplan import PlanSource
     from memo.swap import Engine, Group, Layer, LayerHook, RecomputePolicy
 
 _LARGE_BYTES = 1 << 20

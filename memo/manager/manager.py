@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from memo.manager.plan_source import PlanSource
+    from memo.autoplan import PlanSource
     from memo.mip.activation import ActivationPlan
     from memo.swap.backends import Backend
     from memo.swap.disk import DiskStore

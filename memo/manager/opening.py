@@ -13,10 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from memo.autoplan import Actuator, AutoPlan, missing_gradient_bytes, single_rank
+from memo.autoplan import Actuator, AutoPlan, PlanSource, missing_gradient_bytes, single_rank
 from memo.manager.device_memory import MemorySampler, OwnedMemory
 from memo.manager.machine import machine_of
-from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan
+from memo.manager.plan_source import FixedPlan, FixedSetting, checked_plan
 from memo.manager.resources import TierBudgets, device_of, offloaded_training_bytes, open_recorder, open_tiers
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of

@@ -8,9 +8,9 @@ FixedSetting    no plan: a fixed alpha; the device budget only limits how far re
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from memo.autoplan import PlanOutcome, saved_alone, saved_peak_bytes
+from memo.autoplan import PlanOutcome, PlanSource, saved_alone, saved_peak_bytes
 from memo.errors import PlanError
 from memo.mip.activation import (
     ActivationPlan,
@@ -22,39 +22,9 @@ from memo.mip.activation import (
 from memo.mip.simulate import verify_by_simulation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from memo.autoplan import Actuator
     from memo.mip.activation import ActivationProblem
     from memo.parallel import PipelineOrder
-
-
-class PlanSource(Protocol):
-    """Decides which plan is in use. Plans change only between steps."""
-
-    @property
-    def plan(self) -> ActivationPlan | None:
-        """The plan in use."""
-
-    def before_forward(self, *, may_end: bool = True) -> None:
-        """Called before each forward of the model.
-
-        Args:
-            may_end: the step before it may have ended; False between microbatches whose gradients are accumulated.
-        """
-
-    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Called before each forward of a layer, with its arguments."""
-
-    def after_forward(self) -> None:
-        """Called after each forward that raised nothing.
-
-        Raises:
-            Infeasible: the device's budget is too small for any plan.
-        """
-
-    def outcome(self) -> PlanOutcome | None:
-        """Returns the state of planning for a report."""
 
 
 def checked_plan(problem: ActivationProblem) -> ActivationPlan:
@@ -130,7 +100,7 @@ def _require_room(plan: ActivationPlan, stage: int, order: PipelineOrder) -> Non
         )
 
 
-class FixedPlan:
+class FixedPlan(PlanSource):
     """One given plan for every step.
 
     Its fractions are also used for batches of other shapes, for which its prediction and its peaks do not hold.
@@ -168,15 +138,6 @@ class FixedPlan:
         """The given plan."""
         return self._plan
 
-    def before_forward(self, *, may_end: bool = True) -> None:
-        """Does nothing."""
-
-    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def after_forward(self) -> None:
-        """Does nothing."""
-
     def outcome(self) -> PlanOutcome | None:
         """Returns the plan's predictions; nothing is measured."""
         return PlanOutcome(
@@ -187,28 +148,13 @@ class FixedPlan:
         )
 
 
-class FixedSetting:
+class FixedSetting(PlanSource):
     """No plan: device memory that the rest of training leaves free, within the budget, is used for earlier reloads."""
 
     def __init__(self, actuator: Actuator) -> None:
         self._actuator = actuator
 
-    @property
-    def plan(self) -> ActivationPlan | None:
-        """Always None."""
-        return None
-
     def before_forward(self, *, may_end: bool = True) -> None:
         """Between two forwards with nothing saved, sets how far reloads run ahead, from the last one's peak."""
         if self._actuator.idle:
             self._actuator.reload_ahead()
-
-    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def after_forward(self) -> None:
-        """Does nothing."""
-
-    def outcome(self) -> PlanOutcome | None:
-        """Always None."""
-        return None
