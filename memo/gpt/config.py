@@ -26,6 +26,15 @@ Variant = Literal["gpt", "llama"]
 SWIGLU_MULTIPLE = 256
 
 
+MOE_FLAGS = {"bottleneck": "expert-bottleneck", "balance_coefficient": "balance-loss", "z_coefficient": "z-loss"}
+"""Flags of fields of MoeConfig that have not the field's name."""
+
+
+def moe_flag(name: str) -> str:
+    """The flag of a field of MoeConfig."""
+    return f"--{MOE_FLAGS.get(name, name.replace('_', '-'))}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
     """Mixture of experts in the place of some layers' MLPs.
@@ -54,22 +63,17 @@ class MoeConfig:
     """With --experts: factor of the router z-loss (Zoph et al. 2022, "ST-MoE", section 3.3)."""
 
     def __post_init__(self) -> None:
-        for name, flag in (
-            ("experts", "--experts"),
-            ("top_k", "--top-k"),
-            ("expert_hidden", "--expert-hidden"),
-            ("every", "--every"),
-        ):
+        for name in ("experts", "top_k", "expert_hidden", "every"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{flag} {getattr(self, name)} is less than 1")
-        for name, flag in (("shared_experts", "--shared-experts"), ("bottleneck", "--expert-bottleneck")):
+                raise UsageError(f"{moe_flag(name)} {getattr(self, name)} is less than 1")
+        for name in ("shared_experts", "bottleneck"):
             if getattr(self, name) < 0:
-                raise UsageError(f"{flag} {getattr(self, name)} is negative")
+                raise UsageError(f"{moe_flag(name)} {getattr(self, name)} is negative")
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} is more than the {self.experts} experts there are")
-        for name, flag in (("balance_coefficient", "--balance-loss"), ("z_coefficient", "--z-loss")):
+        for name in ("balance_coefficient", "z_coefficient"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{flag} {getattr(self, name)} is not zero or a positive number")
+                raise UsageError(f"{moe_flag(name)} {getattr(self, name)} is not zero or a positive number")
 
     @property
     def shared_hidden(self) -> int:
@@ -220,10 +224,6 @@ PRESETS: dict[str, GPTConfig] = {
 }
 
 
-MOE_FLAGS = {"bottleneck": "expert-bottleneck", "balance_coefficient": "balance-loss", "z_coefficient": "z-loss"}
-"""Flags of fields of MoeConfig that have not the field's name."""
-
-
 def with_experts(shape: GPTConfig, *, experts: int | None = None, **numbers: float | None) -> GPTConfig:
     """The shape with its mixture of experts changed, or with one.
 
@@ -238,8 +238,7 @@ def with_experts(shape: GPTConfig, *, experts: int | None = None, **numbers: flo
     fields: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     if shape.moe is None and experts is None:
         if fields:
-            name = next(iter(fields))
-            raise UsageError(f"--{MOE_FLAGS.get(name, name).replace('_', '-')} has no meaning without --experts")
+            raise UsageError(f"{moe_flag(next(iter(fields)))} has no meaning without --experts")
         return shape
     fields |= {} if experts is None else {"experts": experts}
     if shape.moe is not None:

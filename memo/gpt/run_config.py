@@ -106,31 +106,16 @@ class OffloadConfig:
     """With --trace: record the Python lines that saved each tensor (default: off)."""
 
     def __post_init__(self) -> None:
-        given = {
-            "--plan": self.plan,
-            "--device": self.device,
-            "--host": self.host,
-            "--host-pool": self.host_pool,
-            "--disk": self.disk,
-            "--disk-budget": self.disk_budget,
-            "--alpha": self.alpha,
-            "--codec": self.codec,
-            "--trace": self.trace,
-            "--trace-stacks": self.trace_stacks or None,
+        options = {
+            "auto": ("plan", "device"),
+            "disk or auto": ("disk", "disk_budget"),
+            "host, disk or auto": ("host", "host_pool", "alpha", "codec", "trace", "trace_stacks"),
         }
-        useless: list[str] = {
-            OffloadMode.NONE: list(given),
-            OffloadMode.HOST: ["--plan", "--device", "--disk", "--disk-budget"],
-            OffloadMode.DISK: ["--plan", "--device"],
-            OffloadMode.AUTO: [],
-        }[self.mode]
-        for flag in useless:
-            if given[flag] is not None:
-                if flag in ("--plan", "--device"):
-                    fitting = "auto"
-                else:
-                    fitting = "disk or auto" if flag.startswith("--disk") else "host, disk or auto"
-                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
+        for modes, names in options.items():
+            given = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+            if given and self.mode not in modes:
+                flag = f"--{given[0].replace('_', '-')}"
+                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {modes}")
         if self.trace_stacks and self.trace is None:
             raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
         if self.mode is OffloadMode.HOST and self.host == 0:

@@ -125,7 +125,7 @@ def _group(entry: _GroupEntry, folder: Path) -> NodeGroup:
 def _machine(entry: _GroupEntry, where: str, folder: Path) -> Hardware:
     if entry.gpu.endswith(".json") or "/" in entry.gpu:
         return read_hardware(folder / entry.gpu)
-    return _in_words(lambda: hardware_preset(entry.gpu), f"{where}: gpu")
+    return _at(f"{where}: gpu", lambda: hardware_preset(entry.gpu))
 
 
 def _network(entry: _GroupEntry, base: Network, where: str) -> Network:
@@ -135,7 +135,7 @@ def _network(entry: _GroupEntry, base: Network, where: str) -> Network:
     given = {name: getattr(entry, name) for name in ("nic_latency_s", "nic_efficiency", "oversubscription")}
     changes = {name: value for name, value in given.items() if value is not None}
     levels = tuple(_level(level, f"{where}: level {level.name[:40]!r}", base) for level in entry.levels)
-    return _placed(lambda: dataclasses.replace(base, **changes, levels=levels), where)
+    return _at(where, lambda: dataclasses.replace(base, **changes, levels=levels))
 
 
 def _level(entry: _LevelEntry, where: str, base: Network) -> NetworkLevel:
@@ -158,8 +158,8 @@ def _level(entry: _LevelEntry, where: str, base: Network) -> NetworkLevel:
 def _connection(entry: _LinkEntry) -> Connection:
     where = f"link between {entry.between[0][:40]!r} and {entry.between[1][:40]!r}"
     nics = _nics(entry.net, Network(), f"{where}: net")
-    trunk = None if entry.trunk is None else _trunk(entry.trunk, f"{where}: trunk")
-    links = _placed(
+    links = _at(
+        where,
         lambda: NetworkLevel(
             name="between groups",
             nics_per_node=nics.nics_per_node,
@@ -168,41 +168,26 @@ def _connection(entry: _LinkEntry) -> Connection:
             oversubscription=entry.oversubscription,
             latency_s=entry.latency_s,
         ),
-        where,
     )
-    rate = 0.0 if trunk is None else trunk.nics_per_node * trunk.nic_bytes_per_s
+    rate = 0.0
+    if entry.trunk is not None:  # a rate such as 100Gb, or several as NICs are given
+        text = entry.trunk if "x" in entry.trunk.lower() else f"1x{entry.trunk}"
+        trunk = _nics(text, Network(), f"{where}: trunk")
+        rate = trunk.nics_per_node * trunk.nic_bytes_per_s
     return Connection(between=entry.between, links=links, trunk_bytes_per_s=rate)
 
 
-def _trunk(text: str, where: str) -> Network:
-    """A rate such as 100Gb, or several as NICs are given."""
-    return _nics(text if "x" in text.lower() else f"1x{text}", Network(), where)
-
-
 def _nics(text: str, base: Network, where: str) -> Network:
-    return _in_words(lambda: parse_network(text, base), where)
+    return _at(where, lambda: parse_network(text, base))
 
 
 def _size(text: str | None, where: str) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text, what=where)
-    except UsageError as error:
-        raise PlanError(str(error)) from None
+    return None if text is None else _at("", lambda: parse_bytes(text, what=where))
 
 
-def _in_words(make: Callable[[], T], where: str) -> T:
-    """The value, or a PlanError that names the key instead of a flag."""
+def _at(where: str, make: Callable[[], T]) -> T:
+    """The value, or a PlanError that names the entry or the key, instead of a flag."""
     try:
         return make()
-    except UsageError as error:
-        raise PlanError(f"{where}: {str(error).removeprefix('--net ')}") from None
-
-
-def _placed(make: Callable[[], T], where: str) -> T:
-    """The value, or a PlanError that names the entry."""
-    try:
-        return make()
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
+    except (PlanError, UsageError) as error:
+        raise PlanError(f"{where}{': ' if where else ''}{str(error).removeprefix('--net ')}") from None

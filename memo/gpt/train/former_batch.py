@@ -38,7 +38,7 @@ def with_former_batch(config: RunConfig) -> RunConfig:
             f"give --global-batch, such as {such}"
         )
     share = former.step_rows // ranks
-    most = max(former.rows // (former.replicas or ranks), 1)
+    most = max(former.rows // former.replicas, 1)
     rows = next(count for count in range(min(most, share), 0, -1) if share % count == 0)
     training = dataclasses.replace(config.training, accumulate=share // rows)
     return dataclasses.replace(config, batch=rows * ranks, training=training)
@@ -106,8 +106,8 @@ class _Former:
     """Microbatches of a step."""
     drawn: int
     """Rows of a microbatch as they are drawn."""
-    replicas: int | None
-    """Data-parallel ranks; older checkpoints do not say."""
+    replicas: int
+    """Data-parallel ranks."""
     seq: object
     """Tokens of a sequence."""
 
@@ -115,22 +115,13 @@ class _Former:
     def of(cls, settings: dict[str, Any]) -> _Former | None:
         """None where the settings are not those of a run."""
         training = settings.get("training")
-        numbers = [settings.get("batch"), training.get("accumulate") if isinstance(training, dict) else None]
-        numbers += [settings.get("drawn", settings.get("batch")), settings.get("replicas", 1)]
+        numbers: list[Any] = [settings.get(name) for name in ("batch", "drawn", "replicas")]
+        numbers.append(training.get("accumulate") if isinstance(training, dict) else None)
         if not all(type(number) is int and number > 0 for number in numbers):
             return None
-        rows, count, drawn, replicas = numbers
-        assert rows is not None
-        assert count is not None
-        assert drawn is not None
-        whole = rows * count % drawn == 0
-        return cls(
-            rows=rows,
-            count=count,
-            drawn=drawn if whole else rows,
-            replicas=replicas if "replicas" in settings else None,
-            seq=settings.get("seq"),
-        )
+        rows, drawn, replicas, count = numbers
+        drawn = drawn if rows * count % drawn == 0 else rows
+        return cls(rows=rows, count=count, drawn=drawn, replicas=replicas, seq=settings.get("seq"))
 
     @property
     def step_rows(self) -> int:

@@ -12,7 +12,6 @@ from memo.errors import CheckpointError, UsageError
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.optim import FLAGS
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
-from memo.gpt.run_config import Documents
 from memo.gpt.train.gradient_compression import COMPRESSED_AT
 from memo.units import format_tokens
 
@@ -69,7 +68,7 @@ def differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]
     """
     if start is None:
         return []
-    former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
+    former = start.settings
     was, now = dict(former.get("model") or {}), dict(settings["model"])
     changed = {key for key in now if was.get(key) != now[key]}
     if now["positions"] == "rotary":
