@@ -24,7 +24,7 @@ from memo.autoplan import points_of
 from memo.errors import MemoError, UsageError, one_line
 from memo.gpt.arithmetic import Collective
 from memo.hugging_face.configuration import quiet
-from memo.hugging_face.fused_attention import attended_in
+from memo.hugging_face.fused_attention import attended_in, register
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import LOGIT_NBYTES, added_nbytes, chunk_tokens, loss_without_logits
@@ -133,6 +133,7 @@ def recorded_step(
     Raises:
         UsageError: the model's code cannot run so; the message says what failed.
     """
+    register()  # a model may come from another process
     recording = _Recording(short, tokens=tokens, batch=batch, machine=machine, without_logits=without_logits)
     try:
         with quiet(), recording.told(say):

@@ -6,6 +6,7 @@ Every bound is about the cost model of `memo.mip.activation`: no plan of the can
                    and the optimizer
     communication  with the collectives that nothing hides, gathers and reductions of weights included
     bubble         with the waits of the pipeline's stages: the step if everything were kept
+    budget         with what the budgets cannot hold moved or recomputed: the planner's linear program, relaxed
     memory         no plan fits: what a rank holds in any case, or what it cannot move or recompute
 """
 
@@ -22,6 +23,7 @@ from memo.mip.activation import (
     device_peak_candidates,
     predict_kept_times,
     predict_stages,
+    relaxed_step_s,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 STAGES = 6
 """Stages of a pipeline whose memory counts."""
+SAFETY = 1e-6
+"""Fraction that is taken off a solver's answer for its tolerances."""
 
 
 class Bound(enum.StrEnum):
@@ -38,6 +42,7 @@ class Bound(enum.StrEnum):
     COMPUTE = "compute"
     COMMUNICATION = "communication"
     BUBBLE = "bubble"
+    BUDGET = "budget"
     MEMORY = "memory"
 
 
@@ -141,6 +146,12 @@ def keeps_all(kept: ActivationPlan) -> bool:
         return False
     predictions = predict_stages(problem, kept.layers)
     return all(stage.peak_device_bytes <= budget for stage, budget in zip(predictions, budgets, strict=True))
+
+
+def budget_bound(problem: ActivationProblem) -> float:
+    """Bound by the planner's program with layers free to mix their points; infinite where no plan fits."""
+    least_s = relaxed_step_s(problem)
+    return math.inf if least_s is None else least_s * (1 - SAFETY)
 
 
 def _counted_stages(count: int) -> list[int]:

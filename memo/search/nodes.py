@@ -3,7 +3,7 @@
 Owns what one step of a search does to one part, knowing nothing of the others; the search decides which comes next.
 
     GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ number of tiles ──▶ planned
-             work bounds           schedule     kept bounds   fits: planned       kept bounds
+             work bounds           schedule     kept bounds   fits: planned       budget bound
                                                     ▲         does not fit             ╎ a layer on another stage
                                                     └╌╌╌╌╌╌╌╌╌╌╌╌╌╌┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.search.bounds import Bound, BoundSequence, has_room, keeps_all, kept_bounds, schedule_bounds
+from memo.search.bounds import Bound, BoundSequence, budget_bound, has_room, keeps_all, kept_bounds, schedule_bounds
 from memo.search.candidates import Candidate
 from memo.search.divisions import moved_layers, roomier_layers
 
@@ -40,10 +40,12 @@ class NodeStage(enum.IntEnum):
     CANDIDATE = 4
     KEPT = 5
     """Bounded by keeping everything."""
-    FITS = 6
-    """Everything fits, so that this bound is its plan's step."""
-    TILED = 7
+    TILED = 6
     """Bounded for each number of tiles."""
+    FITS = 7
+    """Everything fits, so that this bound is its plan's step."""
+    RELAXED = 8
+    """Bounded by the budgets."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -92,8 +94,10 @@ def refine(space: Space, node: Node) -> list[Node]:
             ]
         case NodeStage.CANDIDATE:
             return _with_roomier(space, _kept(space, node))
-        case _:
+        case NodeStage.KEPT:
             return _with_roomier(space, _tiled(space, node))
+        case _:
+            return _with_roomier(space, _relaxed(space, node))
 
 
 def moved(space: Space, plan: ActivationPlan, candidate: Candidate) -> list[Node]:
@@ -184,6 +188,20 @@ def _tiled(space: Space, node: Node) -> Node:
     tiles.sort(key=lambda pair: pair[1])
     raised = node.ladder.raised((Bound.BUBBLE, tiles[0][1]))
     return dataclasses.replace(node, stage=NodeStage.TILED, ladder=raised, tiles=tuple(tiles))
+
+
+def _relaxed(space: Space, node: Node) -> Node:
+    """Bounded by the planner's linear program, for the number of tiles with which that is least."""
+    assert node.candidate is not None
+    bounds, relaxed = dict(node.tiles), set[int]()
+    while (tiles := min(bounds, key=bounds.__getitem__)) not in relaxed:
+        relaxed.add(tiles)
+        problem = problem_of(space, node.candidate, tiles)
+        assert problem is not None
+        bounds[tiles] = max(bounds[tiles], budget_bound(problem))
+    known = tuple(sorted(bounds.items(), key=lambda pair: pair[1]))
+    raised = node.ladder.raised((Bound.BUDGET if math.isfinite(known[0][1]) else Bound.MEMORY, known[0][1]))
+    return dataclasses.replace(node, stage=NodeStage.RELAXED, ladder=raised, tiles=known)
 
 
 def _unfit(node: Node) -> Node:

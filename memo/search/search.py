@@ -286,6 +286,8 @@ class _Search:
             next_s, _, node = self._open[0]
             if next_s > NEAR * bound_s or not self._is_needed(next_s) or node.stage >= NodeStage.FITS:
                 break
+            if sum(one.stage is NodeStage.TILED for one in found) == A_ROUND:
+                break  # their bounds take as long as plans
             heapq.heappop(self._open)
             (self._closed if self._is_useless(node) else found).append(node)
         return found
@@ -346,7 +348,7 @@ class _Search:
             if plan is not None:
                 self._keep(Planned(candidate=node.candidate, plan=plan, bound_s=node.ladder.seconds))
             elif math.isfinite(rest_s):
-                node.ladder = node.ladder.raised((Bound.BUBBLE, rest_s))
+                node.ladder = node.ladder.raised((Bound.BUDGET, rest_s))
                 self._closed.append(node)
             else:
                 self._without_plan.append(node.candidate)

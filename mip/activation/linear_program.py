@@ -191,6 +191,7 @@ class PlanModel:
             less of the tiers; None: any part of any layer may stay.
         relaxed: the tier whose budget may be exceeded; the excess is then the objective.
         whole: each layer is at one point, and no layers share.
+        bound: of a pipeline M T is minimised instead of (3), which chunks and split backwards may undercut.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class PlanModel:
         staying: int | None = None,
         relaxed: Resource | None = None,
         whole: bool = False,
+        bound: bool = False,
     ) -> None:
         self.problem = problem
         self.staying = staying
@@ -229,8 +231,9 @@ class PlanModel:
         self._sync_rows()
         for node in problem.nodes:
             self._node_rows(node)
-        step = self._total + (problem.pipeline.microbatches - 1) * self._slowest_stage
-        self._program += step + self._prices if self._excess is None else self._excess
+        first = self._slowest_stage if bound and problem.pipeline.stages > 1 else self._total
+        self._step = first + (problem.pipeline.microbatches - 1) * self._slowest_stage
+        self._program += self._step + self._prices if self._excess is None else self._excess
 
     def solve(self) -> bool:
         """Solves the program; False if it is infeasible, or with integers if nothing was found in time.
@@ -286,8 +289,7 @@ class PlanModel:
     @property
     def step_s(self) -> float:
         """Time of a step in the solution, before rounding."""
-        further = (self.problem.pipeline.microbatches - 1) * float(self._slowest_stage.varValue or 0.0)
-        return (float(pulp.value(self._total)) + further) * self._second
+        return float(pulp.value(self._step) or 0.0) * self._second
 
     @property
     def priced_s(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from memo.errors import Infeasible
 from memo.mip.activation.checker import require_valid
@@ -98,8 +99,7 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
 def relaxed_step_s(problem: ActivationProblem) -> float | None:
     """A lower bound of the step under any plan, by the linear program with each layer free to mix its points.
 
-    Nothing is rounded. The bound is of the planner's rules, on one pipeline stage; with several it is the program's
-    objective.
+    Nothing is rounded. In a pipeline only its slowest stage counts.
 
     Returns:
         Seconds; None where not even this has a solution.
@@ -107,10 +107,11 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     Raises:
         SolverFailed: the solver crashed.
     """
-    model = PlanModel(problem, sharing=Sharing.NONE)
-    if not model.solve():
-        return None
-    return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
+    solved = _solved(problem, sharing=Sharing.NONE, bound=True)
+    return min(
+        (model.step_s + problem.update.optimizer_s + problem.update.optimizer_exchange_s for model in solved),
+        default=None,
+    )
 
 
 def fits(problem: ActivationProblem) -> bool:
@@ -134,15 +135,21 @@ def _has_room(problem: ActivationProblem) -> bool:
     )
 
 
-def _best_model(problem: ActivationProblem) -> PlanModel | None:
-    """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
+def _solved(problem: ActivationProblem, **how: Any) -> list[PlanModel]:
+    """The solved programs with each value of `staying` that may have the shortest step."""
     solved: list[PlanModel] = []
     for staying in _staying_options(problem):
         if solved and staying is not None and not any(model.tiers_bind for model in solved):
             break  # rounding takes less of the tiers then, and there is enough of them
-        model = PlanModel(problem, staying=staying)
+        model = PlanModel(problem, staying=staying, **how)
         if model.solve():
             solved.append(model)
+    return solved
+
+
+def _best_model(problem: ActivationProblem) -> PlanModel | None:
+    """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
+    solved = _solved(problem)
     if not solved:
         return None
     exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))

@@ -16,11 +16,13 @@ from memo.cli.planning.request import unheard
 from memo.errors import UsageError
 from memo.gpt.arithmetic import RecomputeMethod, StepLayout
 from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, model_class, published_name
+from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.recorded_step import with_more_sequences
 from memo.mip.inputs import ALL, ATTENTION, INPUT, Profile, hardware_preset
 from memo.record import SavedRole, Step, record_step
 
 pytest.importorskip("transformers", minversion="5")
+from transformers import AttentionInterface, AttentionMaskInterface
 
 MACHINE = hardware_preset("h100")
 TOKENS = 256
@@ -78,6 +80,15 @@ def test_saved_bytes_are_those_of_memo_record(kind: str) -> None:
         roles[role] for role in (SavedRole.INPUT, SavedRole.ATTENTION, SavedRole.RECOMPUTABLE, SavedRole.STATISTICS)
     )
     assert sum(layer.full_bytes for layer in profile(kind).layer_profiles()) == recorded
+
+
+def test_a_model_is_recorded_by_a_process_that_has_not_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HuggingFaceModel(configuration_from(small("qwen3_moe")), name="any", say=unheard)
+    written = pickle.dumps(model)
+    for known in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.delitem(known._global_mapping, FUSED)
+    layout = StepLayout(tokens=TOKENS)
+    assert pickle.loads(written).profile(MACHINE, layout) == model.profile(MACHINE, layout)
 
 
 def test_a_recorded_model_goes_to_another_process_without_its_tensors() -> None:

@@ -9,7 +9,15 @@ from small_clusters import all_candidates, random_space
 
 from memo.mip.activation import find_plan
 from memo.search import Bound
-from memo.search.bounds import BoundSequence, has_room, keeps_all, kept_bounds, schedule_bounds, work_bounds
+from memo.search.bounds import (
+    BoundSequence,
+    budget_bound,
+    has_room,
+    keeps_all,
+    kept_bounds,
+    schedule_bounds,
+    work_bounds,
+)
 
 ROUNDING = 1e-9
 
@@ -31,6 +39,7 @@ def test_every_bound_is_below_the_planners_step(block: int) -> None:
                 "work": work_bounds(nothing_sharded).seconds,
                 "schedule": schedule_bounds(nothing_sharded).seconds,
                 "kept": ladder.seconds,
+                "budget": budget_bound(problem),
                 "room": 0.0 if has_room(problem) else math.inf,
             }
             for what, bound_s in bounds.items():

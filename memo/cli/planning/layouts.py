@@ -86,15 +86,16 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if args.html and args.output and os.path.realpath(args.html) == os.path.realpath(args.output):
         raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
     space = _space(args)
-    reason, runs = why_not_trained(space.request), runs_under_memo_train
+    reason, runs, workers = why_not_trained(space.request), runs_under_memo_train, PROCESSES
     if space.request.config is not None and not isinstance(space.request.config, GPTConfig):
-        reason, runs = None, runs_under_parallelize
+        # Each process would import transformers and record the layers anew.
+        reason, runs, workers = None, runs_under_parallelize, 1
     begin_s = time.monotonic()
     longest = None
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
         if args.max_seq and (longest := longest_that_fits(space, tile=TILE_TOKENS, say=waiting.say)) is not None:
             space = longest.space
-        found = search_layouts(space, runs=runs, workers=PROCESSES, say=waiting.say)
+        found = search_layouts(space, runs=runs, workers=workers, say=waiting.say)
         seconds = time.monotonic() - begin_s
         smallest = None if found.best or space.cluster is not None else smallest_that_fits(space)
         waiting.say("simulating the best plans")

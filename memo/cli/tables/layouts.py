@@ -48,6 +48,7 @@ _WORDS = {
     Bound.COMPUTE: "work alone",
     Bound.COMMUNICATION: "work and collectives",
     Bound.BUBBLE: "these and the pipeline's waits",
+    Bound.BUDGET: "and what must be moved or recomputed",
     Bound.MEMORY: "does not fit",
 }
 

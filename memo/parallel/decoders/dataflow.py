@@ -219,6 +219,8 @@ class _Run(TorchDispatchMode):
         self._kept: list[Any] = []  # identities must stay unique
         self._views: dict[int, list[torch.Tensor]] = {}
         self._paused = False
+        self._running: list[str] = []
+        """Modules whose forwards run."""
         self._divides_tokens = False
         """What is divided are tokens: each rank has whole parameters, whose gradients are summed."""
 
@@ -273,6 +275,9 @@ class _Run(TorchDispatchMode):
         """Divided modules as single steps, boundaries as hooks."""
         boundaries = {} if self.division is None else self.division.boundaries
         with contextlib.ExitStack() as stack:
+            for path, module in self.layer.named_modules():
+                stack.callback(module.register_forward_pre_hook(self._begin(path)).remove)
+                stack.callback(module.register_forward_hook(self._end).remove)
             for path, boundary in boundaries.items():
                 module = self.layer.get_submodule(path)
                 stack.callback(module.register_forward_pre_hook(self._enter(boundary), with_kwargs=True).remove)
@@ -284,6 +289,12 @@ class _Run(TorchDispatchMode):
                 stack.callback(module.__dict__.pop, "forward")
             stack.enter_context(self)
             yield
+
+    def _begin(self, path: str) -> Callable[..., None]:
+        return lambda *_: self._running.append(path)
+
+    def _end(self, *_: object) -> None:
+        self._running.pop()
 
     # Boundaries
 
@@ -464,7 +475,9 @@ class _Run(TorchDispatchMode):
             self._states[id(other)] = dataclasses.replace(before, flow=max(flows, default=Flow.CONSTANT))
 
     def _require_owner(self, root: str) -> None:
-        if root.rpartition(".")[0] in self.parts:
+        """Only in its module's forward is a parameter this rank's own tensor."""
+        owner = root.rpartition(".")[0]
+        if owner in self.parts or (owner not in self._running and not self._divides_tokens):
             raise NotDivisible(f"{root} is used outside of its module")
 
     def _flow(
