@@ -38,10 +38,10 @@ class LayerCall:
     returns_tuple: bool
 
     @property
-    def hidden(self) -> tuple[int, torch.dtype]:
-        """Width and type of the hidden states."""
+    def hidden(self) -> tuple[torch.Size, torch.dtype]:
+        """Sizes behind rows and tokens, and the type, of the hidden states."""
         given = first_hidden(*self.call)
-        return given.shape[-1], given.dtype
+        return given.shape[2:], given.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,13 +41,13 @@ class DecoderPipeline(nn.Module):
         layout: Layout,
         *,
         microbatches: int,
-        hidden: tuple[int, torch.dtype],
+        hidden: tuple[torch.Size, torch.dtype],
         tied: dict[str, str],
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._mesh, self._layout, self._microbatches = mesh, layout, microbatches
-        self._width, self._dtype = hidden
+        self._sizes, self._dtype = hidden
         self._schedule: tuple[tuple[int, int], Any] | None = None
         self._tied = tied
         self.config = stages[0].model.config
@@ -84,7 +84,7 @@ class DecoderPipeline(nn.Module):
                 self._mesh.get_group("pp"),
                 tokens=torch.empty(rows // count, tokens, dtype=torch.int64, device="meta"),
                 hidden=torch.empty(
-                    (rows // count, tokens // layout.token_shards, self._width),
+                    (rows // count, tokens // layout.token_shards, *self._sizes),
                     dtype=self._dtype,
                     device="meta",
                     requires_grad=True,

@@ -210,7 +210,7 @@ class _SkippedLayer(nn.Module):
             hidden, self.gives = self.gives, None
         elif self.shape is not None:
             self._taken = hidden
-            hidden = hidden.new_zeros(()).expand(*self.shape, hidden.shape[-1])
+            hidden = hidden.new_zeros(()).expand(*self.shape, *hidden.shape[2:])
         return (hidden,) if self._as_tuple else hidden
 
 
