@@ -39,7 +39,6 @@ from memo.hugging_face.configuration import INSTALL, LEAST_TRANSFORMERS, languag
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step, with_more_sequences
-from memo.hugging_face.tensor_parallel_rank import tensor_parallel_rank
 from memo.mip.inputs import (
     Collectives,
     EmbeddingOrHeadProfile,
@@ -50,7 +49,6 @@ from memo.mip.inputs import (
     Signature,
     StaticBytes,
 )
-from memo.parallel.decoders import check_context
 from memo.swap import comparing_nbytes
 
 LARGE_TOKENS = 1 << 14
@@ -147,6 +145,8 @@ class HuggingFaceModel:
     @functools.cached_property
     def why_no_context(self) -> str | None:
         """Reason why `memo.parallelize` does not divide the model's tokens; None where it does."""
+        from memo.parallel.decoders import check_context
+
         try:
             check_context(self._short.model)
         except UsageError as error:
@@ -220,6 +220,8 @@ class HuggingFaceModel:
         if tp == 1:
             yield self._short
             return
+        from memo.hugging_face.tensor_parallel_rank import tensor_parallel_rank
+
         with contextlib.ExitStack() as stack:
             try:
                 short = stack.enter_context(tensor_parallel_rank(self._build_again(), tp))

@@ -22,8 +22,6 @@ from torch.distributed import ProcessGroup
 
 from memo.errors import RecordError, UsageError
 from memo.gpt import GPTConfig, Precision
-from memo.gpt.model import GPT
-from memo.gpt.train import weight_dtype
 from memo.nested import closure_of
 
 
@@ -55,6 +53,9 @@ def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision
         tokens: tokens of each sequence, and the most that the loss takes as `tokens`.
         precision: dtypes of weights and computation.
     """
+    from memo.gpt.model import GPT
+    from memo.gpt.train import weight_dtype
+
     # Not initialised: random numbers need a seed read from a tensor, and byteless tensors have no contents.
     model = GPT(config, device="meta", dtype=weight_dtype(precision)).to_empty(device="cpu")
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
