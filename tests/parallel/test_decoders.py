@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,7 +35,7 @@ from memo.errors import UsageError
 from memo.parallel import fake_group
 from memo.parallel.decoders import check_context
 from memo.parallel.decoders.calls import calls_of
-from memo.parallel.decoders.context import Sequences
+from memo.parallel.decoders.context import Sequences, _attends, _attention
 from memo.parallel.decoders.dataflow import Boundary, DividedModule, Division, Kind, check, run_wide
 from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.parallel_model import _stage_ranges
@@ -107,6 +109,102 @@ def test_tokens_that_more_than_attention_mixes_are_not_divided(name: str, reason
         check_context(build(name, experts="eager"))
 
 
+def by_a_tensor(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor(float(x.shape[1]), dtype=x.dtype, device=x.device)
+
+
+def by_full(x: torch.Tensor) -> torch.Tensor:
+    return x * x.new_full((x.shape[1], 1), x.shape[1])
+
+
+def over_a_length(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[1] > 100 else x
+
+
+def blocks_of_tokens(x: torch.Tensor) -> torch.Tensor:
+    blocks = x.view(-1, 4, x.shape[2])
+    return (blocks - blocks.mean(1, keepdim=True)).view_as(x)
+
+
+def rows_of_places(x: torch.Tensor) -> torch.Tensor:
+    return x + x.new_empty(4096, 32).gather(1, x[0].argsort(-1))
+
+
+def by_frequency(x: torch.Tensor) -> torch.Tensor:
+    return x + F.embedding(x.argmax(-1), x.new_empty(32, 32), scale_grad_by_freq=True)
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (by_a_tensor, "a tensor is made of other numbers than on one rank"),
+        (by_full, "new_full has other numbers than on one rank"),
+        (over_a_length, "it takes another way than on one rank"),
+        (blocks_of_tokens, "view.default puts tokens together"),
+        (rows_of_places, "gather goes along a divided dimension"),
+        (by_frequency, "embedding scales gradients by how often a rank has a token"),
+    ],
+)
+def test_numbers_that_a_part_of_a_sequence_has_otherwise_are_found(
+    between: Callable[[torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    model = llama()
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: between(forward(x))
+    with pytest.raises(UsageError, match=f"cannot be divided over cp=2 ranks: {reason}"):
+        check_context(model)
+
+
+@pytest.mark.parametrize("name", ["scaling", "indices"])
+def test_attention_that_a_part_of_a_sequence_has_otherwise_is_found(name: str) -> None:
+    class Attention(LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, **named: Any) -> Any:
+            if name == "scaling":
+                self.scaling = 1 / hidden_states.shape[1]
+            else:
+                named["indices"] = hidden_states
+            return super().forward(hidden_states, **named)
+
+    model = llama()
+    model.model.layers[1].self_attn.__class__ = Attention
+    reason = "mul has other numbers than on one rank" if name == "scaling" else "its attention has indices"
+    with pytest.raises(UsageError, match=reason):
+        check_context(model)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "MistralForCausalLM", "GotOcr2ForConditionalGeneration"])
+def test_arguments_that_attention_need_not_know_are_taken(name: str) -> None:
+    check_context(build(name, experts="eager"))
+    module: Any = nn.Identity()
+    q = torch.zeros(1, 2, 4, 8)
+    _attends[module] = lambda query, *_: query
+    assert _attention(module, q, q, q, None, num_items_in_batch=torch.tensor(3))[0].shape == (1, 4, 2, 8)
+
+
+def test_a_loss_that_is_added_to_in_place_is_not_divided() -> None:
+    class Added(LlamaForCausalLM):
+        def forward(self, *args: Any, **named: Any) -> Any:
+            output = super().forward(*args, **named)
+            output.loss += output.logits.mean()
+            return output
+
+    model = llama()
+    model.__class__ = Added
+    with pytest.raises(UsageError, match="its loss is not its loss_function's alone"):
+        check_context(model)
+
+
+def test_a_loss_function_of_its_own_is_not_divided() -> None:
+    def mean(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **named: Any) -> Any:
+        return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+    model: Any = llama()
+    model.loss_function = mean
+    with pytest.raises(UsageError, match="has no loss of a causal language model, which cp divides"):
+        check_context(model)
+
+
 def test_a_model_as_it_was_after_its_tokens_were_checked() -> None:
     model = llama()
     before = dict(vars(model.config)), dict(vars(model))
@@ -122,11 +220,11 @@ def test_a_model_as_it_was_after_its_tokens_were_checked() -> None:
         ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, "a sequence of 5 tokens does not divide over cp=2"),
         ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds: with cp a forward takes input_ids, labels"),
         ({"past_key_values": object()}, "without past_key_values"),
+        ({"output_router_logits": True}, "output_router_logits: with cp a forward takes input_ids, labels"),
+        ({"ignore_index": 3}, "ignore_index: with cp a forward takes input_ids, labels"),
     ],
 )
-def test_batches_that_context_parallelism_would_read_otherwise_are_refused(
-    batch: dict[str, torch.Tensor], reason: str
-) -> None:
+def test_batches_that_context_parallelism_would_read_otherwise_are_refused(batch: dict[str, Any], reason: str) -> None:
     with fake_group(2):
         sequences = Sequences(llama(), dist.group.WORLD)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=reason):

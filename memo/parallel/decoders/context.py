@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 NAME = "memo_context_parallel"
 _IGNORED = -100
-_OTHERS = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention that torch's kernel does not take."""
+_HARMLESS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")
+"""Arguments of a forward that change neither its logits nor its loss."""
+_PASSED = ("sliding_window", "position_ids", "position_embeddings", "labels", "num_items_in_batch", *_HARMLESS)
+"""Arguments that attention is given and need not know; torch's kernel takes no others."""
 _Attend = Callable[..., torch.Tensor]
 _attends: weakref.WeakKeyDictionary[nn.Module, _Attend] = weakref.WeakKeyDictionary()
 """Modules to the attention that they call: `_kernel` or what is around it."""
@@ -64,7 +66,7 @@ class Sequences:
             raise UsageError("with cp a model trains on input_ids, without past_key_values or inputs_embeds")
         known = ("input_ids", "labels", "attention_mask", "position_ids", "num_items_in_batch")
         for name, value in batch.items():
-            if isinstance(value, torch.Tensor) and name not in known:
+            if name not in (*known, *_HARMLESS) and (isinstance(value, torch.Tensor) or value):
                 raise UsageError(f"{name}: with cp a forward takes {', '.join(known)} alone; leave it out")
         labels = batch.get("labels")
         require_same_batch(self._group, ids, *(() if labels is None else (labels,)))
@@ -104,23 +106,29 @@ def check_context(model: nn.Module, *, ranks: int = 2, tp: int = 1) -> None:
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError("output_router_logits adds a loss over all tokens; set it to False")
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: Any, causal: bool, window: _Window | None
+    ) -> torch.Tensor:
         if query.shape[2] % (tp * ranks):
             raise NotDivisible(f"{tp * ranks} ranks do not divide the {query.shape[2]} heads")
-        return query.mean(-1, keepdim=True) + key.mean((2, 3), keepdim=True) + value.mean(2, keepdim=True)
+        out = query.mean(-1, keepdim=True) + key.mean((2, 3), keepdim=True) + value.mean(2, keepdim=True)
+        for number in (scale, causal, None if window is None else window.reach):  # as operators show them
+            out = out if number is None else out * number
+        return out
 
     def forward(tensors: dict[str, torch.Tensor], ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-        def loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            found.append((logits, logits.new_zeros(())))
-            return found[-1][1]
+        def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            found.append((logits, labels, logits.new_zeros(())))
+            return found[-1][2]
 
-        batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+        targets = torch.empty_like(ids)
+        batch = {"input_ids": ids, "labels": targets, "position_ids": positions, "use_cache": False}
         batch["attention_mask"] = torch.ones_like(ids)
         with _loss_of(lm, loss):
             output = torch.func.functional_call(model, tensors, (), {k: v for k, v in batch.items() if accepts(k)})
-        if len(found) != 1 or output.loss is not found[0][1]:
+        if len(found) != 1 or output.loss is not found[0][2] or output.loss._version or found[0][1] is not targets:
             raise NotDivisible("its loss is not its loss_function's alone")
         return found[0][0]
 
@@ -250,7 +258,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: (batch, heads, tokens, head size); the result is (batch, tokens, heads, size)."""
     window = attention_mask if isinstance(attention_mask, _Window) else None
-    asked = [name for name in _OTHERS if named.get(name) is not None]
+    asked = [
+        name for name, value in named.items() if name not in _PASSED and (isinstance(value, torch.Tensor) or value)
+    ]
     asked += ["a mask"] * (attention_mask is not window) + ["dropout"] * (dropout > 0)
     asked += ["a window without a mask"] * (window is None and named.get("sliding_window") is not None)
     asked += ["other keys"] * (key.shape[2] != query.shape[2])
@@ -263,10 +273,12 @@ def _attention(
 
 def _with_loss(model: nn.Module) -> nn.Module:
     """The module whose `loss_function` the model's loss is."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     for module in model.modules():
         if isinstance(getattr(type(module), "loss_function", None), property):
             whole: Any = module
-            if "shift_labels" in inspect.signature(whole.loss_function).parameters:
+            if whole.loss_function is ForCausalLMLoss:
                 return module
             break
     raise UsageError(f"{type(model).__name__} has no loss of a causal language model, which cp divides; use tp and pp")

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from memo.parallel.decoders.operators import Flow, NotDivisible, OperatorCall, Shape, State, kept_pieces
 from memo.torch_private import TorchDispatchMode
@@ -37,6 +38,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _NUMBERING = frozenset(["arange", "add", "detach", "unsqueeze", "view", "expand", "alias", "cumsum", "mul", "sub"])
 """Operators that number tokens where a model is given no positions."""
+
+_LONG = 2**16
+"""Times that a sequence is longer than a rank's part, so that whatever a model does from some length on is seen."""
+
+_OF_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+"""Functions that make tensors of values, which operators do not show."""
 
 
 class Kind(enum.Enum):
@@ -157,14 +164,17 @@ def check_tokens(model: nn.Module, forward: Callable[..., torch.Tensor], *, rank
     Raises:
         NotDivisible: an operator mixes tokens, or the model itself numbers them in another way than from 0.
     """
-    whole, alone = (_Run(model, {}, ranks=ranks, steps=None) for _ in range(2))
-    whole.on_tokens(forward, 8 * ranks * ranks)
-    alone.on_tokens(lambda tensors, ids, _: forward(tensors, ids, None), 8 * ranks * ranks)
-    _check_numbering(alone.done, whole.done)
-    run = _Run(model, {}, ranks=ranks, steps=whole.done)
-    run.on_tokens(forward, 8 * ranks)
-    if len(run.done) != len(whole.done):
-        raise NotDivisible("it takes another way than on one rank")
+    for times in (ranks, _LONG):  # a short sequence first, since the long one's masks would have no room
+        whole = _Run(model, {}, ranks=times, steps=None)
+        whole.on_tokens(forward, 8 * ranks * times)
+        if times == ranks:
+            alone = _Run(model, {}, ranks=ranks, steps=None)
+            alone.on_tokens(lambda tensors, ids, _: forward(tensors, ids, None), 8 * ranks * ranks)
+            _check_numbering(alone.done, whole.done)
+        run = _Run(model, {}, ranks=times, steps=whole.done)
+        run.on_tokens(forward, 8 * ranks)
+        if len(run.done) != len(whole.done):
+            raise NotDivisible("it takes another way than on one rank")
 
 
 def _check_numbering(alone: Sequence[OperatorCall], given: Sequence[OperatorCall]) -> None:
@@ -221,8 +231,8 @@ class _Run(TorchDispatchMode):
         self._paused = False
         self._running: list[str] = []
         """Modules whose forwards run."""
-        self._divides_tokens = False
-        """What is divided are tokens: each rank has whole parameters, whose gradients are summed."""
+        self._tokens = 0
+        """Tokens that the run has where tokens are divided: each rank has whole parameters, whose gradients are summed."""
 
     def forward(self, call: Call) -> Any:
         """Runs the layer on meta tensors; the output's first tensor must be as the input is."""
@@ -251,8 +261,8 @@ class _Run(TorchDispatchMode):
         given = [torch.empty(1, tokens, dtype=torch.int64, device="meta") for _ in range(2)]
         for x in given:
             self._note(x, State(Flow.SHARDED, dim=1))
-        self._divides_tokens = True
-        with self, torch.no_grad():
+        self._tokens = tokens
+        with self, _Values(self), torch.no_grad():
             made = forward(meta, *given)
         if self.steps is not None and (self._state(made).flow, self._state(made).dim) != (Flow.SHARDED, 1):
             raise NotDivisible("its logits are not those of its tokens")
@@ -408,6 +418,13 @@ class _Run(TorchDispatchMode):
                 self._note(x, State())
         return output
 
+    def note_values(self, args: Any, kwargs: Any) -> None:
+        """Compares the values that a tensor is made of."""
+        step = OperatorCall("python.tensor", (), (), (repr(_settings(args, kwargs)),))
+        whole = self._compare(step, skip_shapes=True)
+        if whole is not None and whole.settings != step.settings:
+            raise NotDivisible("a tensor is made of other numbers than on one rank")
+
     def _compare(self, step: OperatorCall, *, skip_shapes: bool) -> OperatorCall | None:
         self.done.append(step)
         if self.steps is None:
@@ -427,7 +444,9 @@ class _Run(TorchDispatchMode):
         found = [dim for dim, (a, b) in enumerate(zip(own, whole, strict=True)) if a != b]
         if len(found) > 1 or any(own[dim] * self.ranks != whole[dim] for dim in found):
             raise NotDivisible(f"{name} gives {own}, and on one rank {whole}")
-        if found and own[found[0]] % self.ranks:
+        if found and self._tokens and own[found[0]] % self._tokens:
+            raise NotDivisible(f"{name} puts tokens together")
+        if found and not self._tokens and own[found[0]] % self.ranks:
             raise NotDivisible(f"{self.ranks} ranks do not divide the {own[found[0]]} of a dimension at {name}")
         return found[0] if found else None
 
@@ -477,7 +496,7 @@ class _Run(TorchDispatchMode):
     def _require_owner(self, root: str) -> None:
         """Only in its module's forward is a parameter this rank's own tensor."""
         owner = root.rpartition(".")[0]
-        if owner in self.parts or (owner not in self._running and not self._divides_tokens):
+        if owner in self.parts or (owner not in self._running and not self._tokens):
             raise NotDivisible(f"{root} is used outside of its module")
 
     def _flow(
@@ -489,7 +508,7 @@ class _Run(TorchDispatchMode):
             return Flow.CONSTANT, frozenset()
         if not flows:
             return Flow.CONSTANT, frozenset()
-        if self._divides_tokens and any(dim is not None for dim in (*dims, *out_dims)):
+        if self._tokens and any(dim is not None for dim in (*dims, *out_dims)):
             return Flow.SHARDED, frozenset()
         if flows == {Flow.WEIGHT}:
             if any(dim is not None for dim in out_dims):
@@ -515,6 +534,19 @@ class _Run(TorchDispatchMode):
 
     def _state(self, x: torch.Tensor) -> State:
         return self._states.get(id(x), State())
+
+
+class _Values(TorchFunctionMode):
+    """Has a run note the values that tensors are made of."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_VALUES:
+            self._run.note_values(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def scattering(division: Division) -> set[str]:

@@ -104,6 +104,10 @@ def kept_pieces(
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise DividedDropout("dropout in a divided part gives all ranks the same mask unless its probability is 0")
     if name in _MADE_FULL:
+        if "fill_value" in named:
+            at = [one.name for one in func._schema.arguments].index("fill_value")
+            if step.settings[at] != whole.settings[at]:
+                raise NotDivisible(f"{name} has other numbers than on one rank")
         return 1
     if not divided and name not in ("expand", "zeros_like", "ones_like"):
         raise NotDivisible(f"{name} makes a part of what is whole")
@@ -118,7 +122,10 @@ def kept_pieces(
         _check_aligned(name, states, out_dims, step)
         _check_numbers(name, step, whole)
         return count
-    if name in _LOOKUPS and divided == [1] and len(states) == 2:
+    if named.get("scale_grad_by_freq"):
+        raise NotDivisible("embedding scales gradients by how often a rank has a token")
+    along = name != "gather" or named["dim"] % len(step.inputs[0]) == states[-1].dim
+    if name in _LOOKUPS and divided == [1] and len(states) == 2 and along:
         return count  # of a table that is whole, at divided places
     if name in _BY_INDEX:
         if len({state.dim for state in states}) > 1 or states[0].dim == named["dim"] % len(step.inputs[0]):
