@@ -138,7 +138,8 @@ class LossWithoutLogits:
         dtypes = {hidden.dtype, self._projection.weight.dtype}
         alike = len(dtypes) == 1 or torch.is_autocast_enabled(hidden.device.type)
         # Inference tensors have no version counter, so a change before the logits are computed would go unnoticed.
-        if not self._with_labels or not alike or hidden.is_inference() or not _has_its_weight(self._projection):
+        plain = hidden.is_inference() or hidden.is_meta  # nor is there an autocast without data
+        if not self._with_labels or not alike or plain or not _has_its_weight(self._projection):
             return type(self._projection).forward(self._projection, hidden)
         logits = deferred(self._projection, hidden, chunk=self._chunk, keep_gradients=self._keep_gradients)
         self._products.append(logits.product)

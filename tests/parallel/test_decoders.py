@@ -182,6 +182,12 @@ def test_arguments_that_attention_need_not_know_are_taken(name: str) -> None:
     assert _attention(module, q, q, q, None, num_items_in_batch=torch.tensor(3))[0].shape == (1, 4, 2, 8)
 
 
+def test_tokens_of_a_model_whose_loss_has_no_logits_are_divided() -> None:
+    model = llama()
+    memo.loss_without_logits(model)
+    check_context(model)
+
+
 def test_a_loss_that_is_added_to_in_place_is_not_divided() -> None:
     class Added(LlamaForCausalLM):
         def forward(self, *args: Any, **named: Any) -> Any:
