@@ -84,12 +84,13 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.layer: list[tuple[Any, Any]] = []
         """Arguments of the layer that runs."""
-        self.read: set[int] = set()
+        self.read: dict[int, torch.Tensor] = {}
+        """Tensors by their identity, which stays theirs while they are held."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if not self.layer and any(x.requires_grad for x in tensors_of(output)):
-            self.read |= {id(x) for x in tensors_of((args, kwargs))}
+            self.read |= {id(x): x for x in tensors_of((args, kwargs))}
         return output
 
 
