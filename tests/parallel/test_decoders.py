@@ -218,6 +218,14 @@ def test_a_model_as_it_was_after_its_tokens_were_checked() -> None:
     assert (dict(vars(model.config)), dict(vars(model))) == before
 
 
+def test_a_module_of_two_names_keeps_its_weights_when_it_is_looked_at() -> None:
+    model = llama()
+    model.twin = model.model.layers[0].mlp
+    calls_of(model, list(model.model.layers), tokens=8)
+    check_context(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("batch", "reason"),
     [

@@ -175,7 +175,7 @@ def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> F
         for module in outside_modules(model, layers):
             stack.callback(module.register_forward_hook(after_outside, with_kwargs=True).remove)
         try:
-            output = torch.func.functional_call(model, meta, (), batch)
+            output = torch.func.functional_call(model, meta, (), batch, tie_weights=False)
         except UsageError:
             raise
         except Exception as error:

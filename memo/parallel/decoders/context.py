@@ -127,7 +127,8 @@ def check_context(model: nn.Module, *, ranks: int = 2, tp: int = 1) -> None:
         batch = {"input_ids": ids, "labels": targets, "position_ids": positions, "use_cache": False}
         batch["attention_mask"] = torch.ones_like(ids)
         with _loss_of(lm, loss):
-            output = torch.func.functional_call(model, tensors, (), {k: v for k, v in batch.items() if accepts(k)})
+            given = {k: v for k, v in batch.items() if accepts(k)}
+            output = torch.func.functional_call(model, tensors, (), given, tie_weights=False)
         if len(found) != 1 or output.loss is not found[0][2] or output.loss._version or found[0][1] is not targets:
             raise NotDivisible("its loss is not its loss_function's alone")
         return found[0][0]

@@ -249,7 +249,7 @@ class _Run(TorchDispatchMode):
             self._note(own, State(Flow.REPLICATED))
         args, kwargs = with_hidden(args, kwargs, own)
         with self._patched(), torch.no_grad():
-            output = torch.func.functional_call(self.layer, meta, args, kwargs)
+            output = torch.func.functional_call(self.layer, meta, args, kwargs, tie_weights=False)
         self._check_outputs(output, own, hidden.shape)
         return output
 
@@ -560,9 +560,17 @@ def scattering(division: Division) -> set[str]:
 
 
 def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers without data, by their names."""
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: torch.empty_like(value, device="meta") for name, value in named}
+    """Parameters and buffers without data, by all their names; a module of two names has the first one's.
+
+    For functional_call with tie_weights=False, since with it torch leaves a module of two names without data.
+    """
+    made: dict[int, torch.Tensor] = {}
+    return {
+        f"{path}{'.' * bool(path)}{name}": made.setdefault(id(value), torch.empty_like(value, device="meta"))
+        for path, one in module.named_modules()
+        for name, value in itertools.chain(one._parameters.items(), one._buffers.items())
+        if value is not None
+    }
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -274,7 +274,7 @@ class _Rules(TorchDispatchMode):
             for name, module in linear:
                 module.forward = self._of_linear(name, module)
             with torch.no_grad(), self:
-                torch.func.functional_call(self.layer, meta_tensors(self.layer), args, kwargs)
+                torch.func.functional_call(self.layer, meta_tensors(self.layer), args, kwargs, tie_weights=False)
         except Exception as error:
             raise NotDivisible(f"it does not run without data: {type(error).__name__}") from error
         finally:

@@ -72,7 +72,7 @@ def check_runs(model: nn.Module, layers: Sequence[nn.Module], calls: ForwardCall
         try:
             with tracing(stage):
                 given = (torch.empty_like(hidden, device="meta"),)
-                made = torch.func.functional_call(stage, meta_tensors(stage), given, batch)
+                made = torch.func.functional_call(stage, meta_tensors(stage), given, batch, tie_weights=False)
         except Exception as error:
             raise UsageError(
                 f"{type(model).__name__} does not run with only some of its layers: {type(error).__name__}: "
