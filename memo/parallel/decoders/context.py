@@ -69,7 +69,7 @@ class Sequences:
             if name not in (*known, *_HARMLESS) and (isinstance(value, torch.Tensor) or value):
                 raise UsageError(f"{name}: with cp a forward takes {', '.join(known)} alone; leave it out")
         labels = batch.get("labels")
-        require_same_batch(self._group, ids, *(() if labels is None else (labels,)))
+        require_same_batch(self._group, ids, *(one for one in (labels, mask, positions) if one is not None))
         ranks, tokens = self._group.size(), ids.shape[1]
         if tokens % ranks:
             raise UsageError(
