@@ -130,6 +130,10 @@ def rows_of_places(x: torch.Tensor) -> torch.Tensor:
     return x + x.new_empty(4096, 32).gather(1, x[0].argsort(-1))
 
 
+def rows_among_tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).reshape(x.shape)
+
+
 def by_frequency(x: torch.Tensor) -> torch.Tensor:
     return x + F.embedding(x.argmax(-1), x.new_empty(32, 32), scale_grad_by_freq=True)
 
@@ -142,6 +146,7 @@ def by_frequency(x: torch.Tensor) -> torch.Tensor:
         (over_a_length, "it takes another way than on one rank"),
         (blocks_of_tokens, "view.default puts tokens together"),
         (rows_of_places, "gather goes along a divided dimension"),
+        (rows_among_tokens, "a view mixes a divided dimension with others"),
         (by_frequency, "embedding scales gradients by how often a rank has a token"),
     ],
 )

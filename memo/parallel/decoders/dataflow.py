@@ -42,7 +42,10 @@ _NUMBERING = frozenset(["arange", "add", "detach", "unsqueeze", "view", "expand"
 _LONG = 2**16
 """Times that a sequence is longer than a rank's part, so that whatever a model does from some length on is seen."""
 
-_OF_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_ROWS = 2
+"""Sequences of that run, so that a view that mixes rows with tokens is seen."""
+
+_OF_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor}
 """Functions that make tensors of values, which operators do not show."""
 
 
@@ -157,8 +160,8 @@ def check_tokens(model: nn.Module, forward: Callable[..., torch.Tensor], *, rank
 
     Args:
         model: its parameters may be anywhere, and are not read.
-        forward: runs the model and returns (1, tokens, any); called with tensors on the meta device: by name in the place of
-            parameters and buffers, tokens, and their positions, (1, tokens) each, or None for positions of its own.
+        forward: runs the model and returns (rows, tokens, any); called with tensors on the meta device: by name in the place
+            of parameters and buffers, tokens, and their positions, (rows, tokens) each, or None for positions of its own.
         ranks: among which the tokens are divided.
 
     Raises:
@@ -258,13 +261,13 @@ class _Run(TorchDispatchMode):
         meta = meta_tensors(self.layer)
         for name, _ in self.layer.named_parameters():
             self._note(meta[name], State(Flow.WEIGHT, roots=frozenset({name})))
-        given = [torch.empty(1, tokens, dtype=torch.int64, device="meta") for _ in range(2)]
+        given = [torch.empty(_ROWS, tokens, dtype=torch.int64, device="meta") for _ in range(2)]
         for x in given:
             self._note(x, State(Flow.SHARDED, dim=1))
         self._tokens = tokens
         with self, _Values(self), torch.no_grad():
             made = forward(meta, *given)
-        if self.steps is not None and (self._state(made).flow, self._state(made).dim) != (Flow.SHARDED, 1):
+        if self.steps is not None and self._state(made) != State(Flow.SHARDED, 1):
             raise NotDivisible("its logits are not those of its tokens")
 
     def _check_outputs(self, output: Any, own: torch.Tensor, whole: torch.Size) -> None:
@@ -579,8 +582,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """True for fused experts of transformers: parameters (experts, ...) whose forward depends on data."""
-    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    """True for fused experts of transformers: parameters (experts, ...) whose forward depends on data, token by token."""
+    kind = type(module)
+    known = kind.__name__.endswith("Experts") and kind.__module__.startswith("transformers.")
+    return known and any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:

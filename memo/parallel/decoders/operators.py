@@ -211,8 +211,10 @@ def _through_view(whole: OperatorCall, out_dim: int | None, state: State) -> int
     left, right = own[0]
     outer_in = [dim for dim in left if dim < state.dim and whole.inputs[0][dim] != 1]
     outer_out = [whole.outputs[0][dim] for dim in right if dim < out_dim and whole.outputs[0][dim] != 1]
-    if out_dim not in right or outer_in:
+    if out_dim not in right or (outer_in and outer_out):
         raise NotDivisible("a view mixes a divided dimension with others")
+    if outer_in:  # one after another, as those of the sequences of a batch
+        return state.pieces * math.prod(whole.inputs[0][dim] for dim in outer_in)
     if not outer_out:
         if state.pieces > 1 and len(right) > 1 and math.prod(whole.outputs[0][d] for d in right if d > out_dim) > 1:
             raise NotDivisible("a view mixes fused projections")
