@@ -143,7 +143,7 @@ def test_two_processes_finetune_one_model_with_the_losses_of_one_and_save_it_who
     alone = subprocess.run([sys.executable, script, "--tp", "2"], capture_output=True, text=True, check=False)
     assert alone.returncode == 1
     assert alone.stderr == (
-        "finetune_hf: --tp times --pp times --dp is 2, and 1 processes were started; start them with torchrun "
+        "finetune_hf: --tp times --pp times --dp times --cp is 2, and 1 processes were started; start them with torchrun "
         "--nproc-per-node 2\n"
     )
 
@@ -155,7 +155,7 @@ def test_a_run_goes_on_in_another_layout_as_one_process_does(tmp_path: Path) -> 
     whole = run(sys.executable, script, *flags, "--steps", 4)
     layout = ("--pp", 2, "--microbatches", 2)
     first = run_on(2, script, *flags, *layout, "--steps", 2, "--output", tmp_path / "model")
-    then = run_on(2, script, *flags, "--tp", 2, "--steps", 2, "--resume", tmp_path / "model")
+    then = run_on(2, script, *flags, "--cp", 2, "--steps", 2, "--resume", tmp_path / "model")
     losses = [[float(loss) for loss in re.findall(r"step \d  loss (\S+)", said)] for said in (whole, first + then)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 4
