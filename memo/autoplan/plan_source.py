@@ -1,4 +1,4 @@
-"""What a manager asks at each forward for its plan. AutoPlan is one; memo.manager has those of given plans."""
+"""Sources of a manager's plan, asked at each forward: AutoPlan plans; memo.manager has sources of given plans."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _Output = Annotated[Path, Flag(flags="-o --output", type=file_path)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """What of a trace is read. The fields are flags, here and below."""
+    """Part of a trace that is read. The fields are flags, here and below."""
 
     steps: Annotated[range | None, Flag(type=_step_range, metavar="FIRST-LAST")] = None
     """Read only these steps, such as 10-12 or 7 (default: all steps)."""

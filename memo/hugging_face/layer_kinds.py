@@ -76,7 +76,7 @@ class ShortModel:
     itemsize: int
     """Bytes of an element of its weights."""
     notes: tuple[str, ...] = ()
-    """What a plan of it assumes, in sentences without a full stop."""
+    """Assumptions of a plan of it, in sentences without a full stop."""
 
 
 def short_model(

@@ -229,7 +229,7 @@ class _Window(torch.Tensor):
 
 
 def _mask(*args: Any, **named: Any) -> torch.Tensor | None:
-    """What layers are given as a mask, in the place of transformers' own of this rank's tokens."""
+    """Mask that layers are given, in the place of transformers' own of this rank's tokens; None for plain causal attention."""
     from transformers.masking_utils import causal_mask_function as causal
 
     rule, size = named["mask_function"], named.get("local_size")
