@@ -229,7 +229,7 @@ class _Window(torch.Tensor):
 
 
 def _mask(*args: Any, **named: Any) -> torch.Tensor | None:
-    """Mask that layers are given, in the place of transformers' own of this rank's tokens; None for plain causal attention."""
+    """Mask that layers are given in the place of transformers' own, of this rank's tokens; None for all tokens before."""
     from transformers.masking_utils import causal_mask_function as causal
 
     rule, size = named["mask_function"], named.get("local_size")
@@ -265,8 +265,10 @@ def _attention(
     asked += ["a mask"] * (attention_mask is not window) + ["dropout"] * (dropout > 0)
     asked += ["a window without a mask"] * (window is None and named.get("sliding_window") is not None)
     asked += ["other keys"] * (key.shape[2] != query.shape[2])
-    if asked:
+    if asked and query.is_meta:
         raise NotDivisible(f"its attention has {asked[0]}")
+    if asked:
+        raise UsageError(f"with cp attention has no {asked[0]}; {type(module).__name__} asks for it")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _attends[module](q, k, v, scaling, causal, window), None
