@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import gc
 import importlib
 import io
 import os
@@ -49,6 +50,9 @@ COMMANDS = {
 WITH_SUBCOMMANDS = ("trace",)
 _ABOUT = "Activation memory manager for training transformers: keeps, moves or recomputes activations by a plan."
 
+_MANY_OBJECTS = 50_000
+"""New objects after which garbage is collected while planning, which makes many and few cycles; at 700 that is a sixth of
+its time."""
 _LONGEST_MESSAGE = 2000
 """Characters of a message; it names files, and words of theirs."""
 # A later rank waits so long for the first rank of its node to report an error that both found.
@@ -168,9 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the command line without the program's name; None takes it from `sys.argv`, and prepares standard streams.
     """
+    args = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _prepare_streams()
-    args = list(sys.argv[1:] if argv is None else argv)
+        if args[:1] == ["plan"]:
+            gc.set_threshold(_MANY_OBJECTS)
     who = _name_of(args)
     try:
         code = _run(args)

@@ -350,7 +350,8 @@ class _Rank:
     @property
     def layers(self) -> tuple[str, ...]:
         """The kind of each layer that runs."""
-        return tuple(name for name in self.short.layers if name not in self.step.idle)
+        idle = self.step.idle
+        return tuple(name for name in self.short.layers if name not in idle)
 
     @property
     def _embedding_parameters(self) -> int:

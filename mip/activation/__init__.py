@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         read_hardware as read_hardware,
         read_profile as read_profile,
     )
-    from memo.mip.activation.free_swap_length import free_swap_tokens as free_swap_tokens
     from memo.mip.activation.in_flight import in_flight_within as in_flight_within, peak_in_flight as peak_in_flight
     from memo.mip.activation.memory_peaks import (
         DeviceMemory as DeviceMemory,

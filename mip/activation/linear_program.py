@@ -20,7 +20,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p and
          H = sum_p x_p held_p, where held_p is at least a forward's transient beyond backward's, and A = sum_p x_p absent_p;
          least_j, the S of its last point, is in resident(q). Under 1F1B kept is (flight - 1) for each layer, 1 more where
-         j < behind(q); whole is 1 for the running layer, saved is 1 for the one before it, absent is -1 for one in backward
+         j < behind(q); whole is 1 for the running layer, saved is 1 for the one before it, absent is -1 for one in backward.
+         Without integers these rows join the program as solutions break them: few of the many bind
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -49,13 +50,14 @@ from typing import TypeVar
 
 from memo.errors import SolverFailed
 from memo.mip.activation.cost import disk_delay, rounding_bytes
+from memo.mip.activation.layer_groups import MARGIN, DeviceRows, LayerGroup, Moved, Sharing, WeightedSum, members_of
 from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan
 from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.pipeline_schedules import Pass
-from memo.mip.inputs.profile import ALL, LayerProfile
+from memo.mip.inputs.profile import ALL, LayerProfile, PointProfile
 from memo.mip.solvers import pulp, solve_fixed, solve_model
 
 DAY_S = 86400.0
@@ -65,9 +67,6 @@ WHOLE_GAP = 0.01
 """Part of the objective by which a program with integers may miss its optimum."""
 
 T = TypeVar("T")
-
-MARGIN = 1e-6
-"""Margin of hard budgets, in units of the largest layer's bytes; the solver tolerates violations of a tenth of it."""
 
 # Prices that break ties: a moved byte costs a ten-thousandth of its copy's time, on disk twice that, so that bytes stay
 # where moving them gains nothing.
@@ -114,73 +113,6 @@ class Solution:
     bounds, and their sum is where several layers change."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Moved:
-    """Bytes of a group's layer that go to one tier, in units of the program."""
-
-    saved: pulp.LpAffineExpression | pulp.LpVariable | int = 0
-    """As they are saved."""
-    coded: pulp.LpVariable | int = 0
-    """The part of them that moves as codes."""
-    sent: pulp.LpAffineExpression | pulp.LpVariable | int = 0
-    """As they are on links and in the tier."""
-
-
-class Sharing(enum.Enum):
-    """Layers of a chunk that share their variables, where all its layers are of one class."""
-
-    UNIFORM = "all but the last two"
-    INTERIOR = "all but the first and the last three"
-    """Loses nothing, or next to nothing where a recompute is given bytes that autograd does not save, for which there
-    is more room the earlier the layer. May treat the first and the third last layer differently for no gain."""
-    NONE = "none"
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Group:
-    """Layers of one chunk that share variables."""
-
-    stage: int
-    chunk: int
-    layer: LayerProfile
-    members: list[int]
-    """Positions within the stage."""
-    x: dict[str, pulp.LpVariable]
-    host: _Moved
-    disk: _Moved
-    saved: pulp.LpAffineExpression
-    recompute: pulp.LpAffineExpression
-    recompute_extra_bytes: pulp.LpAffineExpression
-    """G: bytes that its recompute is given and autograd does not save."""
-    held: pulp.LpAffineExpression
-    """H: bytes that its recompute holds at once."""
-    absent: pulp.LpAffineExpression
-    """A: bytes that are not there at its backward's peak."""
-    encode_s: float = 0.0
-    """Time of coding for each byte that moves as codes."""
-    decode_s: float = 0.0
-
-    @property
-    def moves(self) -> bool:
-        return self.to_host or self.to_disk
-
-    @property
-    def to_host(self) -> bool:
-        return not isinstance(self.host.saved, int)
-
-    @property
-    def to_disk(self) -> bool:
-        return not isinstance(self.disk.saved, int)
-
-    @property
-    def kept(self) -> pulp.LpAffineExpression:
-        return self.saved - self.host.saved - self.disk.saved
-
-    @property
-    def coded(self) -> pulp.LpAffineExpression:
-        return self.host.coded + self.disk.coded
-
-
 class PlanModel:
     """The program of one problem.
 
@@ -191,7 +123,8 @@ class PlanModel:
             less of the tiers; None: any part of any layer may stay.
         relaxed: the tier whose budget may be exceeded; the excess is then the objective.
         whole: each layer is at one point, and no layers share.
-        bound: of a pipeline M T is minimised instead of (3), which chunks and split backwards may undercut.
+        bound: the step is below that of any plan: rounding takes nothing of the tiers, and of a pipeline M T is minimised
+            instead of (3), which chunks and split backwards may undercut, for the two stages that are likely the slowest.
     """
 
     def __init__(
@@ -206,6 +139,7 @@ class PlanModel:
     ) -> None:
         self.problem = problem
         self.staying = staying
+        self._bound = bound
         self._whole, self._sharing = whole, Sharing.NONE if whole else sharing
         self._rates = [stage.machine.lanes for stage in problem.stages]
         layers = problem.profile.layer_profiles()
@@ -223,8 +157,10 @@ class PlanModel:
         self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
         self._works: dict[tuple[int, int, Pass], pulp.LpAffineExpression] = {}
         self._exposed_s: dict[tuple[int, int, Pass, float], pulp.LpVariable | float] = {}
-        self._stages = [self._groups(stage) for stage in problem.stages]
-        for stage in problem.stages:
+        self._device: list[DeviceRows] = []
+        counted = _likely_slowest(problem) if bound else problem.stages
+        self._stages = [self._groups(stage) if stage in counted else [] for stage in problem.stages]
+        for stage in counted:
             self._time_rows(stage)
             self._device_rows(stage)
         self._message_row()
@@ -245,6 +181,8 @@ class PlanModel:
         """
         gap, limit_s = (WHOLE_GAP, WHOLE_TIME_LIMIT_S) if self._whole else (0.0, TIME_LIMIT_S)
         solved = solve_model(self._program, time_limit_s=limit_s, gap=gap)
+        while solved.found and self._add_broken_rows():
+            solved = solve_model(self._program, time_limit_s=limit_s, gap=gap)
         if not solved.proven and not self._whole:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
         return solved.found
@@ -263,6 +201,8 @@ class PlanModel:
             for name, variable in group.x.items()
         }
         solved = solve_fixed(self._program, fixed, time_limit_s=TIME_LIMIT_S)
+        while solved.found and self._add_broken_rows():
+            solved = solve_model(self._program, time_limit_s=TIME_LIMIT_S)
         if not solved.proven:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
         if not solved.found:
@@ -306,7 +246,7 @@ class PlanModel:
         """For each layer of the profile the fraction of it at each point, which add up to 1."""
         return self._of_layers(self._fractions)
 
-    def _of_layers(self, figure: Callable[[_Group], T]) -> list[T]:
+    def _of_layers(self, figure: Callable[[LayerGroup], T]) -> list[T]:
         """A figure of each layer of the profile, given that of its group."""
         found: dict[int, T] = {}
         for stage, groups in zip(self.problem.stages, self._stages, strict=True):
@@ -314,7 +254,7 @@ class PlanModel:
                 found.update(dict.fromkeys((stage.indices[member] for member in group.members), figure(group)))
         return [found[index] for index in range(len(found))]
 
-    def _changes(self, group: _Group) -> dict[str, float]:
+    def _changes(self, group: LayerGroup) -> dict[str, float]:
         prices = {name: float(variable.dj or 0.0) for name, variable in group.x.items()}
         now = sum(prices[name] * float(variable.varValue or 0.0) for name, variable in group.x.items())
         return {name: price - now for name, price in prices.items()}
@@ -335,57 +275,46 @@ class PlanModel:
 
     # Variables.
 
-    def _groups(self, stage: StageView) -> list[_Group]:
+    def _groups(self, stage: StageView) -> list[LayerGroup]:
         groups = []
         for chunk, own in enumerate(stage.numbers):
             of_one_kind = len({stage.layers[number].name for number in own}) == 1
-            members = self._members(stage.layers, own) if of_one_kind else [[number] for number in own]
+            members = members_of(self._sharing, stage.layers, own) if of_one_kind else [[number] for number in own]
             groups += [self._group(stage, chunk, together) for together in members]
         return groups
 
-    def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
-        """Groups of a chunk's layers."""
-        first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(own))}[self._sharing]
-        shared = own[first : len(own) - last] if len(own) > first + last else range(0)
-        if len({mine[number].name for number in shared}) > 1:
-            shared = range(0)
-        members = [[number] for number in own if number not in shared]
-        if shared:
-            members.insert(first, list(shared))
-        return members
-
-    def _group(self, stage: StageView, chunk: int, members: list[int]) -> _Group:
+    def _group(self, stage: StageView, chunk: int, members: list[int]) -> LayerGroup:
         layer, name = stage.layers[members[0]], f"{stage.number}_{members[0]}"
         x = self._point_variables(layer, name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
+
+        def of_points(figure: Callable[[PointProfile], float], constant: float = 0.0) -> pulp.LpAffineExpression:
+            terms = [(x[point.name], number) for point in layer.points if (number := figure(point))]
+            return pulp.LpAffineExpression(terms, constant)
+
         budgets, rates = stage.machine.budgets, self._rates[stage.number]
         moves = members[-1] < len(stage.layers) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
         to_host = link and (budgets.host_bytes or self.relaxed is Resource.HOST)
         to_disk = drive and (budgets.disk_bytes or self.relaxed is Resource.DISK)
-        group = _Group(
+        group = LayerGroup(
             stage=stage.number,
             chunk=chunk,
             layer=layer,
             members=members,
             x=x,
-            host=self._moved(f"h_{name}", layer) if to_host else _Moved(),
-            disk=self._moved(f"d_{name}", layer) if to_disk else _Moved(),
-            saved=pulp.lpSum(
-                [layer.fixed_bytes / self._byte]
-                + [x[known.name] * (known.saved_bytes / self._byte) for known in layer.points]
+            host=self._moved(f"h_{name}", layer) if to_host else Moved(),
+            disk=self._moved(f"d_{name}", layer) if to_disk else Moved(),
+            saved=of_points(lambda point: point.saved_bytes / self._byte, layer.fixed_bytes / self._byte),
+            recompute=of_points(lambda point: point.recompute_s / self._second),
+            recompute_extra_bytes=of_points(lambda point: point.beside_bytes / self._byte),
+            held=of_points(
+                lambda point: (
+                    0 if point is layer.points[0] else max(point.held_bytes, layer.repeated_bytes) / self._byte
+                )
             ),
-            recompute=pulp.lpSum(x[known.name] * (known.recompute_s / self._second) for known in layer.points),
-            recompute_extra_bytes=pulp.lpSum(
-                x[known.name] * (known.beside_bytes / self._byte) for known in layer.points
-            ),
-            held=pulp.lpSum(
-                x[known.name] * (max(known.held_bytes, layer.repeated_bytes) / self._byte) for known in layer.points[1:]
-            ),
-            absent=pulp.lpSum(
-                x[known.name] * (known.absent_bytes / self._byte) for known in layer.points if known.absent_bytes
-            ),
+            absent=of_points(lambda point: point.absent_bytes / self._byte),
         )
         if group.moves:
             # (2)
@@ -396,15 +325,15 @@ class PlanModel:
             self._program += group.kept == 0
         return group
 
-    def _moved(self, name: str, layer: LayerProfile) -> _Moved:
+    def _moved(self, name: str, layer: LayerProfile) -> Moved:
         """Variables of what goes to one tier."""
         plain = self._program.add_variable(name, 0, None)
         if not layer.coded_share:
-            return _Moved(saved=plain, sent=plain)
+            return Moved(saved=plain, sent=plain)
         coded = self._program.add_variable(f"coded_{name}", 0, None)
-        return _Moved(saved=plain + coded, coded=coded, sent=plain + (1 - layer.coded_share) * coded)
+        return Moved(saved=plain + coded, coded=coded, sent=plain + (1 - layer.coded_share) * coded)
 
-    def _code(self, group: _Group) -> None:
+    def _code(self, group: LayerGroup) -> None:
         """Constraint (12), and the seconds of coding."""
         layer, coding = group.layer, group.layer.coding
         if coding is None or not layer.coded_share:
@@ -446,7 +375,7 @@ class PlanModel:
             # (3)
             self._program += self._slowest_stage >= total
 
-    def _coding(self, group: _Group) -> pulp.LpAffineExpression:
+    def _coding(self, group: LayerGroup) -> pulp.LpAffineExpression:
         """Time of coding and decoding one layer of a group."""
         times = 2 if self.problem.pipeline.splits(group.stage, group.chunk) else 1
         return (group.encode_s + times * group.decode_s) * group.coded
@@ -467,7 +396,7 @@ class PlanModel:
                 fixed += load.before_s + load.after_s
         return loads, fixed
 
-    def _work(self, group: _Group, kind: Pass) -> pulp.LpAffineExpression:
+    def _work(self, group: LayerGroup, kind: Pass) -> pulp.LpAffineExpression:
         """Time of one layer's work in a pass, with recompute and coding; the same object for each layer of the group."""
         key = (group.stage, group.members[0], kind)
         if key not in self._works:
@@ -481,7 +410,7 @@ class PlanModel:
             self._works[key] = work + group.recompute if kind in (Pass.BACKWARD, Pass.INPUT) else work
         return self._works[key]
 
-    def _exposed(self, group: _Group, kind: Pass, load_s: float) -> pulp.LpVariable | float:
+    def _exposed(self, group: LayerGroup, kind: Pass, load_s: float) -> pulp.LpVariable | float:
         """Time that collectives of `load_s` last beyond one layer's work in a pass; its constraint is made once."""
         key = (group.stage, group.members[0], kind, load_s)
         if key not in self._exposed_s:
@@ -501,13 +430,13 @@ class PlanModel:
         """Constraint (11). Other stages than the first one have time while the pipeline drains."""
         first = self.problem.stages[0]
         load = sync_load(first)
-        if load is None:
+        if load is None or not self._stages[0]:
             return
         group_of = {member: group for group in self._stages[0] for member in group.members}
         loads, _ = self._loads(first)
         late: pulp.LpVariable | float = 0.0
         for number, step in enumerate(load.steps):
-            least = _WeightedSum((step.sync_s - step.end_s + step.network_s) / self._second)
+            least = WeightedSum((step.sync_s - step.end_s + step.network_s) / self._second)
             least.add(1.0, late)
             if step.layer is not None:
                 group, at = group_of[step.layer], (step.layer, load.kind)
@@ -523,7 +452,7 @@ class PlanModel:
         self,
         stage: int,
         windows: Iterable[Window],
-        row: Callable[[_Group, _Group | None, Window, float], pulp.LpVariable],
+        row: Callable[[LayerGroup, LayerGroup | None, Window, float], pulp.LpVariable],
         loads: Mapping[tuple[int, Pass], float],
     ) -> list[pulp.LpAffineExpression]:
         """Stalls of all these copies; each kind of copy gets one variable."""
@@ -550,7 +479,9 @@ class PlanModel:
                     self._stall_within[stage, window.hidden_by, window.kind] = stall
         return stalls
 
-    def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
+    def _copy_out(
+        self, moving: LayerGroup, hiding: LayerGroup | None, window: Window, load_s: float
+    ) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""
         rates = self._rates[moving.stage]
         moved = self._seconds(rates.d2h_bytes_per_s)
@@ -558,13 +489,13 @@ class PlanModel:
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_OUT, window)
 
-    def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
+    def _copy_in(self, moving: LayerGroup, hiding: LayerGroup | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (5): stall of a copy in."""
         rates = self._rates[moving.stage]
         lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_IN, window)
 
-    def _room(self, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpAffineExpression | float:
+    def _room(self, hiding: LayerGroup | None, window: Window, load_s: float) -> pulp.LpAffineExpression | float:
         """Time of a copy's window."""
         if hiding is None:
             return 0.0
@@ -572,7 +503,7 @@ class PlanModel:
 
     def _copy(
         self,
-        moving: _Group,
+        moving: LayerGroup,
         link: float,
         disk: float,
         room: pulp.LpAffineExpression | float,
@@ -593,31 +524,32 @@ class PlanModel:
         return stall
 
     def _device_rows(self, stage: StageView) -> None:
+        """Prepares rows (6)."""
         groups = self._stages[stage.number]
-        kept = [group.kept for group in groups]
-        sizes = tuple(len(group.members) for group in groups)
-        for name, resident, counts in grouped_peak_candidates(stage, sizes):
-            used = _WeightedSum()
-            for group, its_kept, (of_kept, of_whole, of_saved, of_unmoved, of_recomputing, of_absent) in zip(
-                groups, kept, counts, strict=True
-            ):
-                if of_kept:
-                    used.add(of_kept, its_kept)
-                if of_whole:
-                    used.add(of_whole, group.recompute_extra_bytes)
-                if of_saved:
-                    used.add(of_saved, group.saved)
-                    used.add(-of_saved, group.layer.least_saved_bytes / self._byte)
-                if of_recomputing:
-                    used.add(of_recomputing, group.held)
-                if of_absent:
-                    used.add(of_absent, group.absent)
-                if of_unmoved:
-                    used.add(of_unmoved, group.layer.full_bytes / self._byte)
-                    used.add(of_unmoved, group.recompute_extra_bytes - group.host.saved - group.disk.saved)
-            room = (stage.machine.budgets.device_bytes - resident) / self._byte
-            # (6)
-            self._budget(used.expression(), room, Resource.DEVICE, f"at {name}")
+        names, resident, counts = grouped_peak_candidates(stage, tuple(len(group.members) for group in groups))
+        room = (stage.machine.budgets.device_bytes - resident) / self._byte
+        parts = [group.device_parts(self._byte) for group in groups]
+        self._device.append(DeviceRows(names=names, room=room, counts=counts, parts=parts))
+        if self._whole:
+            self._add_device_rows(self._device[-1], range(len(names)))
+
+    def _add_broken_rows(self) -> bool:
+        """Adds the rows (6) that the solution breaks most; False if it breaks none."""
+        excess = self.excess_bytes / self._byte if self.relaxed is Resource.DEVICE else 0.0
+        added = False
+        for rows in self._device:
+            broken = rows.broken(excess)
+            self._add_device_rows(rows, broken)
+            added = added or bool(broken)
+        return added
+
+    def _add_device_rows(self, rows: DeviceRows, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            rows.added.add(number)
+            used = WeightedSum()
+            for part, count in rows.terms(number):
+                used.add(count, part)
+            self._budget(used.expression(), float(rows.room[number]), Resource.DEVICE, f"at {rows.names[number]}")
 
     def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
         """Peak bytes of a lower tier that one rank of a stage holds."""
@@ -649,7 +581,7 @@ class PlanModel:
         )
         rounding = sum(
             ranks * rounding_bytes(problem.stages[stage], divided=self.staying is None)
-            for stage, ranks in stages.items()
+            for stage, ranks in ({} if self._bound else stages).items()
         )
         for used, budget, tier in (
             (host, budgets.host_bytes, Resource.HOST),
@@ -685,12 +617,12 @@ class PlanModel:
         """Time units per byte unit."""
         return self._byte / bytes_per_s / self._second
 
-    def _fractions(self, group: _Group) -> dict[str, float]:
+    def _fractions(self, group: LayerGroup) -> dict[str, float]:
         x = {name: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for name, variable in group.x.items()}
         x[ALL] = max(1.0 - sum(share for name, share in x.items() if name != ALL), 0.0)
         return x
 
-    def _layer_plan(self, group: _Group) -> LayerPlan:
+    def _layer_plan(self, group: LayerGroup) -> LayerPlan:
         x, saved = self._fractions(group), float(pulp.value(group.saved))
         host, disk = (max(float(pulp.value(part.saved) or 0.0), 0.0) for part in (group.host, group.disk))
         host, disk = (part if part > MARGIN else 0.0 for part in (host, disk))
@@ -704,22 +636,15 @@ class PlanModel:
         )
 
 
-class _WeightedSum:
-    """Sum of expressions with weights; PuLP's own sums copy what they have at each addition."""
+def _likely_slowest(problem: ActivationProblem) -> list[StageView]:
+    """The stage that computes for longest, and of the others the one that would hold most."""
+    stages = list(problem.stages)
 
-    def __init__(self, constant: float = 0.0) -> None:
-        self._terms: dict[pulp.LpVariable, float] = {}
-        self._constant = constant
+    def held(stage: StageView) -> int:
+        saved = [sum(stage.layers[number].full_bytes for number in chunk) for chunk in stage.numbers]
+        flights = problem.pipeline.peak_in_flight(stage.number)
+        most = max(sum(n * nbytes for n, nbytes in zip(flight, saved, strict=True)) for flight in flights)
+        return stage.static.nbytes + most
 
-    def add(self, weight: float, part: pulp.LpAffineExpression | pulp.LpVariable | float) -> None:
-        if isinstance(part, pulp.LpAffineExpression):
-            self._constant += weight * part.constant
-            for variable, value in part.items():
-                self._terms[variable] = self._terms.get(variable, 0.0) + weight * value
-        elif isinstance(part, (int, float)):
-            self._constant += weight * part
-        else:
-            self._terms[part] = self._terms.get(part, 0.0) + weight
-
-    def expression(self) -> pulp.LpAffineExpression:
-        return pulp.LpAffineExpression(self._terms, self._constant)
+    longest = max(stages, key=lambda stage: (stage.compute_s, held(stage)))
+    return [longest, *sorted((stage for stage in stages if stage is not longest), key=held)[-1:]]

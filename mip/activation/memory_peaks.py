@@ -23,10 +23,15 @@ from typing import TYPE_CHECKING
 from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from memo.mip.activation.in_flight import SchedulePoint
     from memo.mip.activation.plan import ActivationProblem, LayerPlan
     from memo.mip.activation.stage_view import StageView
     from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
+
+    IntArray = NDArray[np.int64]
 
 LIKELY = 2
 """Moments of each kind that are looked at, by each of two orders, where only likely peaks are asked for."""
@@ -176,33 +181,20 @@ def device_peak_candidates(stage: StageView, *, likely_only: bool = False) -> tu
     )
 
 
-_GroupCounts = tuple[int, ...]
-"""Layers of a group that a candidate holds in each form of `_Residence`, times microbatches."""
-
-
 @functools.lru_cache(maxsize=96)
-def grouped_peak_candidates(
-    stage: StageView, sizes: tuple[int, ...]
-) -> tuple[tuple[str, int, tuple[_GroupCounts, ...]], ...]:
-    """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
+def grouped_peak_candidates(stage: StageView, sizes: tuple[int, ...]) -> tuple[list[str], IntArray, IntArray]:
+    """Candidates of a stage's peak, where layers in groups of these sizes share a plan.
 
     Returns:
-        For each its name, the bytes that do not depend on the plan, and its counts of each group.
+        Of each its name, the bytes that do not depend on the plan, and how many layers of each group it holds in each form
+        of `_Residence`, times microbatches.
     """
     import numpy as np
 
     candidates = device_peak_candidates(stage)
     starts = [0, *itertools.accumulate(sizes[:-1])]
-    held = np.array([one.counts for one in candidates])
-    counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
-    resident = np.array([one.resident_bytes for one in candidates])
-    amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
-    kept = held[:, (_Residence.KEPT, _Residence.SAVED, _Residence.UNMOVED)].sum(axis=(1, 2))
-    found: list[int] = []
-    for number in np.lexsort((-resident, -kept)).tolist():
-        if not (amounts[found] >= amounts[number]).all(axis=1).any():
-            found.append(number)
-    return tuple((candidates[at].name, int(resident[at]), tuple(map(tuple, counts[at].tolist()))) for at in found)
+    counts = np.add.reduceat(np.array([one.counts for one in candidates]), starts, axis=2).swapaxes(1, 2)
+    return [one.name for one in candidates], np.array([one.resident_bytes for one in candidates]), counts
 
 
 def _likely(moments: Sequence[SchedulePoint]) -> list[SchedulePoint]:

@@ -14,7 +14,8 @@ from typing import Any
 from memo.errors import Infeasible
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.linear_program import WHOLE_GAP, Limit, PlanModel, Resource, Sharing, Solution
+from memo.mip.activation.layer_groups import Sharing
+from memo.mip.activation.linear_program import WHOLE_GAP, Limit, PlanModel, Resource, Solution
 from memo.mip.activation.memory_peaks import DeviceMemory, MemoryUse, device_peak_candidates, highest_memory
 from memo.mip.activation.plan import (
     ActivationPlan,
@@ -107,11 +108,8 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     Raises:
         SolverFailed: the solver crashed.
     """
-    solved = _solved(problem, sharing=Sharing.NONE, bound=True)
-    return min(
-        (model.step_s + problem.update.optimizer_s + problem.update.optimizer_exchange_s for model in solved),
-        default=None,
-    )
+    model, last = PlanModel(problem, sharing=Sharing.NONE, bound=True), problem.update
+    return model.step_s + last.optimizer_s + last.optimizer_exchange_s if model.solve() else None
 
 
 def fits(problem: ActivationProblem) -> bool:

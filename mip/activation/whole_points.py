@@ -19,7 +19,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.activation.linear_program import PlanModel, Sharing
+from memo.mip.activation.layer_groups import Sharing
+from memo.mip.activation.linear_program import PlanModel
 
 if TYPE_CHECKING:
     from memo.mip.activation.linear_program import Solution

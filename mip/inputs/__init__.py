@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         with_measured_collectives as with_measured_collectives,
         with_measured_rates as with_measured_rates,
     )
+    from memo.mip.inputs.free_swap_length import free_swap_tokens as free_swap_tokens
     from memo.mip.inputs.hardware import (
         PRESETS as PRESETS,
         AttentionKernel as AttentionKernel,

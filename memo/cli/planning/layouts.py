@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from memo.search import Candidate, Found, Launch, Planned, Request
 
 PROCESSES = 2
-MOST_CALLS = 20_000
+MOST_CALLS = 800
 """Passes of layers in a step that is played whole, for each of the best layouts; of a longer one so many are."""
 LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""

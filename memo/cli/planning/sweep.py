@@ -18,10 +18,9 @@ from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import (
     LayerPlan,
     device_peak_candidates,
-    free_swap_tokens,
     predict_stages,
 )
-from memo.mip.inputs import MATMULS
+from memo.mip.inputs import MATMULS, free_swap_tokens
 from memo.mip.simulate import verify_by_simulation
 from memo.search import Shares
 from memo.units import format_bytes, format_tokens, text_table

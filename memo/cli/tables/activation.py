@@ -17,10 +17,9 @@ from memo.mip.activation import (
     MemoryUse,
     StageMachine,
     StagePrediction,
-    free_swap_tokens,
     highest_memory,
 )
-from memo.mip.inputs import Profile, Role
+from memo.mip.inputs import Profile, Role, free_swap_tokens
 from memo.trace import printable
 from memo.units import format_bytes, format_duration, format_tokens, format_wear, text_table
 

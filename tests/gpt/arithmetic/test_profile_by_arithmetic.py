@@ -16,8 +16,18 @@ from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per_token
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
-from memo.mip.activation import Budgets, free_swap_tokens
-from memo.mip.inputs import ALL, ATTENTION, AttentionKernel, Hardware, LayerProfile, Network, Profile, hardware_preset
+from memo.mip.activation import Budgets
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    AttentionKernel,
+    Hardware,
+    LayerProfile,
+    Network,
+    Profile,
+    free_swap_tokens,
+    hardware_preset,
+)
 
 GIB = 1 << 30
 PAPER = StepLayout(tokens=1 << 20, gpus=8, tp=8)

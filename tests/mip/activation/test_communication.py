@@ -21,7 +21,8 @@ from memo.mip.activation import (
     solve_problem,
 )
 from memo.mip.activation.checker import Rule
-from memo.mip.activation.linear_program import PlanModel, Sharing
+from memo.mip.activation.layer_groups import Sharing
+from memo.mip.activation.linear_program import PlanModel
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.whole_points import round_points
 from memo.mip.inputs import EmbeddingOrHeadProfile, PipelineSchedule

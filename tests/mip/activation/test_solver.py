@@ -25,7 +25,8 @@ from memo.mip.activation import (
     solve_problem,
 )
 from memo.mip.activation.files import plan_from_json
-from memo.mip.activation.linear_program import PlanModel, Sharing
+from memo.mip.activation.layer_groups import Sharing
+from memo.mip.activation.linear_program import PlanModel
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
