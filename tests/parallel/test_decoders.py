@@ -36,7 +36,8 @@ from memo.parallel import fake_group
 from memo.parallel.decoders import check_context
 from memo.parallel.decoders.calls import calls_of
 from memo.parallel.decoders.context import Sequences, _attends, _attention
-from memo.parallel.decoders.dataflow import Boundary, DividedModule, Division, Kind, check, run_wide
+from memo.parallel.decoders.dataflow import check, run_wide
+from memo.parallel.decoders.division import Boundary, DividedModule, Division, Kind
 from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.parallel_model import _stage_ranges
 from memo.parallel.decoders.plan import divide, parts_by_rules

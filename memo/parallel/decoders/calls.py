@@ -15,15 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError, one_line
-from memo.parallel.decoders.dataflow import (
-    Call,
-    first_hidden,
-    first_output,
-    is_experts,
-    meta_tensors,
-    tensors_of,
-    with_hidden,
-)
+from memo.parallel.decoders.dataflow import Call, first_hidden, first_output, with_hidden
+from memo.parallel.decoders.division import is_experts
+from memo.parallel.decoders.operator_run import meta_tensors, tensors_of
 from memo.torch_private import TorchDispatchMode
 
 

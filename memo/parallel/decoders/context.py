@@ -2,7 +2,7 @@
 
 Only attention needs the tokens of other ranks: it is given to transformers by name, and ranks exchange heads for tokens
 around torch's kernel (memo.parallel.Ulysses). Before anything is divided, a run of the whole model without data proves that
-nothing else mixes tokens (memo.parallel.decoders.dataflow.check_tokens).
+nothing else mixes tokens (memo.parallel.decoders.token_flow).
 
     batch                input_ids and labels of whole sequences, on every rank of a group
     forward              this rank's tokens and their positions; logits of these tokens
@@ -24,8 +24,8 @@ from torch import nn
 from memo.errors import UsageError, one_line
 from memo.parallel.collectives import copy_in, own_shard, sum_out
 from memo.parallel.decoders.calls import tracing
-from memo.parallel.decoders.dataflow import check_tokens
 from memo.parallel.decoders.operators import NotDivisible
+from memo.parallel.decoders.token_flow import check_tokens
 from memo.parallel.rank_agreement import require_same_batch
 from memo.parallel.ulysses import Ulysses
 

@@ -19,20 +19,9 @@ import torch
 from torch import nn
 
 from memo.errors import one_line
-from memo.parallel.decoders.dataflow import (
-    Boundary,
-    Call,
-    DividedModule,
-    Division,
-    Kind,
-    check,
-    first_hidden,
-    is_linear,
-    meta_tensors,
-    run_wide,
-    sizes,
-    tensors_of,
-)
+from memo.parallel.decoders.dataflow import Call, check, first_hidden, run_wide
+from memo.parallel.decoders.division import Boundary, DividedModule, Division, Kind, is_linear, sizes
+from memo.parallel.decoders.operator_run import meta_tensors, tensors_of
 from memo.parallel.decoders.operators import DividedDropout, NotDivisible
 from memo.torch_private import TorchDispatchMode
 

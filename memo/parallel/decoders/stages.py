@@ -21,7 +21,8 @@ from torch import nn
 from memo.errors import UsageError, one_line
 from memo.parallel.decoders.calls import ForwardCalls, outside_modules, tracing
 from memo.parallel.decoders.context import Sequences
-from memo.parallel.decoders.dataflow import first_hidden, meta_tensors
+from memo.parallel.decoders.dataflow import first_hidden
+from memo.parallel.decoders.operator_run import meta_tensors
 from memo.parallel.layout import Layout
 
 

@@ -25,15 +25,12 @@ from memo.errors import UsageError
 from memo.parallel.collectives import join, split
 from memo.parallel.decoders.calls import ForwardCalls, LayerCall, tracing
 from memo.parallel.decoders.dataflow import (
-    Boundary,
-    Division,
-    Kind,
     first_hidden,
     first_output,
-    scattering,
     with_first_output,
     with_hidden,
 )
+from memo.parallel.decoders.division import Boundary, Division, Kind, scattering
 from memo.parallel.decoders.operators import NotDivisible
 from memo.parallel.decoders.plan import divide, parts_by_rules, planned_parts
 from memo.parallel.rank_agreement import require_same_batch, require_same_draws
