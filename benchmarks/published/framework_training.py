@@ -83,6 +83,7 @@ class FrameworkTraining(Training):
 
     states: StateBytes = ADAM_MIXED
     gathered_bytes: int = GATHERED
+    zero: int = 0
     recompute: Recompute = Recompute.NONE
     stops_early: bool = False
     """Full recompute ends with the last tensor that backward needs, before the MLP's last product: torch's checkpoints

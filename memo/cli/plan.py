@@ -27,6 +27,7 @@ from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.gpt.arithmetic import TrainingMethod
 from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
@@ -34,7 +35,7 @@ from memo.mip.activation import (
 from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import verify_by_simulation
 from memo.parallel import Layout
-from memo.search import TrainingMethod, with_run
+from memo.search import with_run
 from memo.trace import printable
 from memo.units import format_tokens
 

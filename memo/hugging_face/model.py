@@ -19,8 +19,8 @@ import torch
 from memo.errors import UsageError
 from memo.gpt import Precision
 from memo.gpt.arithmetic import (
+    AS_MEMO_TRAINS,
     NF4_BYTES,
-    STATES,
     AdapterDtype,
     BaseFormat,
     Collective,
@@ -29,10 +29,8 @@ from memo.gpt.arithmetic import (
     RecomputeMethod,
     StepLayout,
     Training,
-    adapter_states,
-    end_states,
+    TrainingMethod,
     exchange_s,
-    layer_states,
     orthogonalisation_flops,
 )
 from memo.hugging_face.configuration import INSTALL, LEAST_TRANSFORMERS, language_part, transformers_version
@@ -238,14 +236,9 @@ class HuggingFaceModel:
         self,
         machine: Hardware,
         layout: StepLayout,
+        method: TrainingMethod = AS_MEMO_TRAINS,
         *,
         accumulate: int = 1,
-        zero: int = 3,
-        sharded_over: int | None = None,
-        optimizer_offload: bool = False,
-        optimizer: Optimizer = Optimizer.ADAMW,
-        base: BaseFormat = BaseFormat.FULL,
-        recompute: RecomputeMethod | None = None,
         name: str | None = None,
     ) -> Profile:
         """Profile of one rank's microbatch.
@@ -253,13 +246,8 @@ class HuggingFaceModel:
         Args:
             machine: rates and memories of the machine.
             layout: size of the step and its parallelism.
+            method: training method, but for adapters, which are the model's.
             accumulate: microbatches in a step.
-            zero: what is sharded over data-parallel ranks, as `Training.zero`.
-            sharded_over: ranks that share one copy, as `Training.sharded_over`.
-            optimizer_offload: whether optimizer state and its step are on the host.
-            optimizer: which; its states are kept in the weights' format.
-            base: number format of the frozen weights under adapters.
-            recompute: a fixed method for every layer, instead of points to plan with.
             name: in the profile; None is the model's.
 
         Raises:
@@ -268,28 +256,21 @@ class HuggingFaceModel:
         self._check(layout)
         matrices = [shape for kind in self._short.kinds for shape in kind.matrices()]
         smallest = min((min(shape) for shape in matrices), default=1)
-        adam = STATES[self._precision]
-        if base is BaseFormat.NF4 and layout.gpus > 1:
-            raise UsageError(f"--base {base} is planned on one GPU; leave it out with {layout.gpus}")
-        training = Training(
-            states=layer_states(optimizer, adam, smallest=smallest),
-            adapter_states=adapter_states(optimizer, self._lora_dtype, adam, rank=self._lora),
-            end_states=end_states(optimizer, adam, smallest=smallest),
-            lora=self._lora,
-            lora_dtype=self._lora_dtype,
-            base=base,
-            zero=zero,
-            sharded_over=sharded_over,
-            gathered_bytes=adam.weight,
-            optimizer_offload=optimizer_offload,
-            accumulates=accumulate > 1,
-            whole_in_step=layout.pp > 1,
+        training = Training.of(
+            dataclasses.replace(method, lora=self._lora, lora_dtype=self._lora_dtype),
+            layout,
+            precision=self._precision,
+            accumulate=accumulate,
+            smallest=smallest,
+            smallest_of_ends=smallest,
         )
         weights = RankWeights(machine, layout, training)
         tokens = layout.tokens // layout.cp
         step = self.recorded(machine, tokens=tokens, batch=layout.batch, tp=layout.tp)
         of_rank = _Rank(self._of_rank[layout.tp], step, machine, layout, weights)
-        classes = tuple(of_rank.layer(kind, recompute) for kind in of_rank.short.kinds if kind.name not in step.idle)
+        classes = tuple(
+            of_rank.layer(kind, method.recompute) for kind in of_rank.short.kinds if kind.name not in step.idle
+        )
         whole = step if layout.tp == 1 else self.recorded(machine, tokens=tokens, batch=layout.batch)
         flops = dataclasses.replace(of_rank, short=self._short, step=whole).model_flops()
         return Profile(
@@ -308,7 +289,7 @@ class HuggingFaceModel:
             embedding=of_rank.embedding(),
             head=of_rank.head(),
             optimizer_s=weights.optimizer_s(of_rank.trained)
-            + (of_rank.orthogonalisation_s() if optimizer is Optimizer.MUON else 0.0),
+            + (of_rank.orthogonalisation_s() if method.optimizer is Optimizer.MUON else 0.0),
             optimizer_exchange_s=weights.update_s(of_rank.trained),
             send_s=of_rank.send_s(),
             send_bytes=of_rank.send_bytes,

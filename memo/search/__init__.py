@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         last_that_fits as last_that_fits,
         longest_that_fits as longest_that_fits,
     )
-    from memo.search.request import Request as Request, TrainingMethod as TrainingMethod
+    from memo.search.request import Request as Request
     from memo.search.search import (
         Closed as Closed,
         Found as Found,

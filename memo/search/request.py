@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
 from memo.gpt.arithmetic import (
     STATES,
-    AdapterDtype,
     BaseFormat,
-    Optimizer,
-    RecomputeMethod,
     StepLayout,
+    TrainingMethod,
     adapter_states,
     derive_profile,
     layer_states,
 )
 from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
-from memo.mip.inputs import CODECS
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,50 +33,6 @@ GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
     "transformers' own saves the input of each norm in float32, too"
 )
-
-
-def _method(text: str) -> RecomputeMethod | None:
-    """Reads a fixed method; None is the plan's choice."""
-    if text != "plan" and text not in tuple(RecomputeMethod):
-        raise UsageError(f"{text!r} is none of plan, {', '.join(RecomputeMethod)}; choose one of them")
-    return None if text == "plan" else RecomputeMethod(text)
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{text} is no rank; give a number of at least 1")
-    return int(text)
-
-
-_METHODS = {"type": _method, "metavar": f"{{plan,{','.join(RecomputeMethod)}}}"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingMethod:
-    """Training method of a named model. The fields are flags of `memo plan`, and their docstrings its help."""
-
-    recompute: Annotated[RecomputeMethod | None, _METHODS] = None
-    """Recompute of the layers: plan chooses; none, selective (scores: as none, since attention is fused) and full (the
-    layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)."""
-    zero: Annotated[int, {"choices": range(4), "metavar": None}] = 3
-    """Degree of ZeRO, shared out by data-parallel ranks: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train
-    does."""
-    optimizer: Optimizer = Optimizer.ADAMW
-    """Optimizer, whose state is kept in the weights' format unless it says otherwise."""
-    lora: Annotated[int, {"type": _rank, "metavar": "RANK"}] = 0
-    """Train adapters of this rank on every linear map of the layers, and nothing else (default: everything)."""
-    lora_dtype: AdapterDtype = AdapterDtype.FP32
-    """With --lora: number format of the adapters; fp32 is what PEFT makes of those of a bfloat16 model, each of which saves
-    its input again, in float32."""
-    base: BaseFormat = BaseFormat.FULL
-    """With --lora: number format of the frozen weights; 4bit is bitsandbytes' NF4."""
-    embedding: EmbeddingGradients = EmbeddingGradients.AUTO
-    """Exchange of the embedding's gradient between data-parallel ranks: dense, as a whole table, or sparse, as the rows of
-    the tokens that a rank has seen; auto is the one with the shorter step that fits."""
-    codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
-    """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
-    optimizer_offload: bool = False
-    """Optimizer state and its step are on the host; memo train has it for one GPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +53,6 @@ class Request(TrainingMethod):
     schedule: PipelineSchedule
     chunks: int | None
     """Chunks of each pipeline rank; None is the schedule's own number."""
-    sharded_over: int | None = None
-    """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
     shares_host: bool = False
     """Whether the host budget is what a node's memory has for as many GPUs, and grows with their number."""
     stage_layers: tuple[int, ...] = ()
@@ -195,41 +146,22 @@ class Request(TrainingMethod):
             UsageError: the layout does not divide the model.
         """
         profile, config = self.profile, self.config
+        method = TrainingMethod(**{**self.choices, "optimizer_offload": optimizer_offload})
         if isinstance(config, GPTConfig):
             derived = functools.partial(
                 derive_profile,
                 machine=machine,
                 layout=layout,
+                method=method,
                 precision=self.precision,
                 accumulate=self.accumulate,
-                recompute=self.recompute,
-                zero=self.zero,
-                sharded_over=self.sharded_over,
-                optimizer_offload=optimizer_offload,
-                optimizer=self.optimizer,
-                lora=self.lora,
-                lora_dtype=self.lora_dtype,
-                base=self.base,
-                sparse_embedding=self.embedding is EmbeddingGradients.SPARSE,
-                codec=self.codec,
                 name=self.model,
             )
             profile = derived(dataclasses.replace(config, mlp_tiles=tiles))
             if tiles > 1:
                 profile = _with_tiling(profile, derived(dataclasses.replace(config, mlp_tiles=1)))
         elif config is not None:
-            profile = config.profile(
-                machine,
-                layout,
-                accumulate=self.accumulate,
-                recompute=self.recompute,
-                zero=self.zero,
-                sharded_over=self.sharded_over,
-                optimizer_offload=optimizer_offload,
-                optimizer=self.optimizer,
-                base=self.base,
-                name=self.model,
-            )
+            profile = config.profile(machine, layout, method, accumulate=self.accumulate, name=self.model)
         assert profile is not None
         return profile
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from memo.errors import UsageError
 from memo.gpt import preset
-from memo.gpt.arithmetic import AdapterDtype, BaseFormat, Optimizer, StepLayout, derive_profile
+from memo.gpt.arithmetic import AdapterDtype, BaseFormat, Optimizer, StepLayout, TrainingMethod, derive_profile
 from memo.hugging_face import HuggingFaceModel, built_model, configuration_from, model_class
 from memo.hugging_face.adapters import adapt
 from memo.mip.inputs import hardware_preset
@@ -69,7 +69,7 @@ def test_a_layer_saves_what_it_saves_with_pefts_adapters(dtype: AdapterDtype) ->
 def layer_of(*, lora_dtype: AdapterDtype = AdapterDtype.FP32, base: BaseFormat = BaseFormat.FULL) -> Any:
     config = configuration_from(SMALL, name="small")
     planned = HuggingFaceModel(config, name="small", lora=4, lora_dtype=lora_dtype)
-    return planned.profile(H100, StepLayout(tokens=256), base=base).classes[0]
+    return planned.profile(H100, StepLayout(tokens=256), TrainingMethod(base=base)).classes[0]
 
 
 def test_float32_adapters_save_each_input_again() -> None:
@@ -91,9 +91,9 @@ def test_a_base_in_four_bits_takes_half_a_byte_a_weight_and_time_to_make_anew() 
 
 def test_sizes_of_memos_gpt_count_adapters_alike() -> None:
     config, layout = preset("llama3-8b"), StepLayout(tokens=1 << 15)
-    wide = derive_profile(config, H100, layout, lora=16)
-    narrow = derive_profile(config, H100, layout, lora=16, lora_dtype=AdapterDtype.BF16)
-    coded = derive_profile(config, H100, layout, lora=16, base=BaseFormat.NF4)
+    wide = derive_profile(config, H100, layout, TrainingMethod(lora=16))
+    narrow = derive_profile(config, H100, layout, TrainingMethod(lora=16, lora_dtype=AdapterDtype.BF16))
+    coded = derive_profile(config, H100, layout, TrainingMethod(lora=16, base=BaseFormat.NF4))
     (one,), (other,), (third,) = wide.classes, narrow.classes, coded.classes
     inputs = 4096 + 4096 + 2 * 4096 + 14336  # the fused map, attention's, both of the MLP, and the last
     assert one.full_bytes - other.full_bytes == (1 << 15) * (4 * inputs - 2 * (2 * 4096 + 14336) + 5 * 16 * 2)
@@ -104,14 +104,14 @@ def test_sizes_of_memos_gpt_count_adapters_alike() -> None:
 
 def test_a_base_in_four_bits_is_of_adapters() -> None:
     with pytest.raises(UsageError, match="--base 4bit has no meaning without --lora"):
-        derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=1024), base=BaseFormat.NF4)
+        derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=1024), TrainingMethod(base=BaseFormat.NF4))
 
 
 @pytest.mark.parametrize("dtype", list(AdapterDtype))
 def test_the_optimizer_is_the_adapters(dtype: AdapterDtype) -> None:
     def state_bytes(optimizer: Optimizer) -> int:
-        asked = {"lora": 64, "lora_dtype": dtype, "optimizer": optimizer}
-        return derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=4096), **asked).classes[0].static.optimizer
+        asked = TrainingMethod(lora=64, lora_dtype=dtype, optimizer=optimizer)
+        return derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=4096), asked).classes[0].static.optimizer
 
     adamw, small, none = (state_bytes(one) for one in (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.SGD))
     assert none == 0 < small < adamw
@@ -119,14 +119,17 @@ def test_the_optimizer_is_the_adapters(dtype: AdapterDtype) -> None:
 
 def test_a_base_in_four_bits_is_planned_on_one_gpu() -> None:
     with pytest.raises(UsageError, match="--base 4bit is planned on one GPU"):
-        derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=1024, gpus=8), lora=4, base=BaseFormat.NF4)
+        derive_profile(
+            preset("llama3-8b"), H100, StepLayout(tokens=1024, gpus=8), TrainingMethod(lora=4, base=BaseFormat.NF4)
+        )
 
 
 def test_fused_experts_are_no_linear_maps() -> None:
     fields = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     planned = HuggingFaceModel(configuration_from(fields, name="moe"), name="moe", lora=4)
     full, coded = (
-        planned.profile(H100, StepLayout(tokens=256), base=base).classes[0].static.weights for base in BaseFormat
+        planned.profile(H100, StepLayout(tokens=256), TrainingMethod(base=base)).classes[0].static.weights
+        for base in BaseFormat
     )
     linear = 2 * 64 * 64 + 2 * 64 * 32
     assert full - coded == pytest.approx((2 - 0.5 - 1 / 64) * linear, rel=0.1)
@@ -135,7 +138,9 @@ def test_fused_experts_are_no_linear_maps() -> None:
 def test_adapters_beside_are_whole_on_every_tensor_parallel_rank() -> None:
     def beside(tp: int) -> int:
         layout, config = StepLayout(tokens=8192 * tp, tp=tp, gpus=tp), preset("llama3-8b")
-        with_lora, without = (derive_profile(config, H100, layout, lora=rank).classes[0] for rank in (16, 0))
+        with_lora, without = (
+            derive_profile(config, H100, layout, TrainingMethod(lora=rank)).classes[0] for rank in (16, 0)
+        )
         return with_lora.forward_transient_bytes - without.forward_transient_bytes
 
     assert beside(2) == beside(4)
@@ -145,7 +150,8 @@ def test_a_tiled_mlp_saves_nothing_for_its_adapters() -> None:
     def added(tiles: int) -> int:
         config = dataclasses.replace(preset("llama3-8b"), mlp_tiles=tiles)
         with_lora, without = (
-            derive_profile(config, H100, StepLayout(tokens=8192), lora=rank).classes[0] for rank in (16, 0)
+            derive_profile(config, H100, StepLayout(tokens=8192), TrainingMethod(lora=rank)).classes[0]
+            for rank in (16, 0)
         )
         return with_lora.full_bytes - without.full_bytes
 

@@ -14,7 +14,7 @@ import torch
 import memo.hugging_face.model as model_module
 from memo.cli.planning.request import unheard
 from memo.errors import UsageError
-from memo.gpt.arithmetic import RecomputeMethod, StepLayout
+from memo.gpt.arithmetic import RecomputeMethod, StepLayout, TrainingMethod
 from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, model_class, published_name
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.recorded_step import with_more_sequences
@@ -61,7 +61,7 @@ def small(kind: str) -> dict[str, Any]:
 
 def profile(kind: str, **options: Any) -> Profile:
     model = HuggingFaceModel(configuration_from(small(kind)), name=kind)
-    return model.profile(MACHINE, StepLayout(tokens=TOKENS), **options)
+    return model.profile(MACHINE, StepLayout(tokens=TOKENS), TrainingMethod(**options))
 
 
 @pytest.mark.parametrize("kind", AS_RECORDED)

@@ -12,7 +12,7 @@ import memo
 from memo.errors import PlanError
 from memo.events import Lane, Span
 from memo.gpt import GPTConfig, Precision, preset
-from memo.gpt.arithmetic import StepLayout, derive_profile
+from memo.gpt.arithmetic import StepLayout, TrainingMethod, derive_profile
 from memo.gpt.model import GPT
 from memo.gpt.model.init_weights import initialise
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
@@ -31,7 +31,11 @@ SHAPES = {
 def problem(config: GPTConfig, codec: str | None) -> ActivationProblem:
     machine = hardware_preset("h100")
     profile = derive_profile(
-        config, machine, StepLayout(tokens=SEQ, batch=BATCH), precision=Precision.FP32, codec=codec
+        config,
+        machine,
+        StepLayout(tokens=SEQ, batch=BATCH),
+        precision=Precision.FP32,
+        method=TrainingMethod(codec=codec),
     )
     budgets = Budgets(device_bytes=1 << 40, host_bytes=1 << 30)
     return ActivationProblem(profile=profile, hardware=machine, budgets=budgets)

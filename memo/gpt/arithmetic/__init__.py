@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import StepLayout as StepLayout
     from memo.gpt.arithmetic.optimizers import (
         Optimizer as Optimizer,
-        end_states as end_states,
         layer_states as layer_states,
         orthogonalisation_flops as orthogonalisation_flops,
     )
@@ -40,12 +39,14 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
         ADAM_PURE as ADAM_PURE,
+        AS_MEMO_TRAINS as AS_MEMO_TRAINS,
         NF4_BYTES as NF4_BYTES,
         STATES as STATES,
         AdapterDtype as AdapterDtype,
         BaseFormat as BaseFormat,
         StateBytes as StateBytes,
         Training as Training,
+        TrainingMethod as TrainingMethod,
         adapter_states as adapter_states,
     )
 else:

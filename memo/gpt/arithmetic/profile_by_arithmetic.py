@@ -21,7 +21,6 @@ from memo.gpt.arithmetic.adapter_bytes import AdapterBytes
 from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
-from memo.gpt.arithmetic.fixed_methods import RecomputeMethod
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
     expert_layer_parameter_count,
@@ -32,12 +31,13 @@ from memo.gpt.arithmetic.flops import (
 )
 from memo.gpt.arithmetic.layout import StepLayout
 from memo.gpt.arithmetic.mixture_bytes import mixture_block
-from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
+from memo.gpt.arithmetic.optimizers import Optimizer, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
 from memo.gpt.arithmetic.tensor_overlap import TensorSeconds, require_halves
-from memo.gpt.arithmetic.training import NF4_BYTES, STATES, AdapterDtype, BaseFormat, Training, adapter_states
+from memo.gpt.arithmetic.training import AS_MEMO_TRAINS, NF4_BYTES, BaseFormat, Training, TrainingMethod
 from memo.gpt.config import GPTConfig
+from memo.gpt.run_config import EmbeddingGradients
 from memo.gpt.train_config import Precision
 from memo.loss import LOGIT_NBYTES, chunk_tokens, moved_nbytes
 from memo.mip.inputs import (
@@ -72,19 +72,10 @@ def derive_profile(
     config: GPTConfig,
     machine: Hardware,
     layout: StepLayout,
+    method: TrainingMethod = AS_MEMO_TRAINS,
     *,
     precision: Precision = Precision.BF16,
     accumulate: int = 1,
-    zero: int = 3,
-    sharded_over: int | None = None,
-    optimizer_offload: bool = False,
-    optimizer: Optimizer = Optimizer.ADAMW,
-    lora: int = 0,
-    lora_dtype: AdapterDtype = AdapterDtype.FP32,
-    base: BaseFormat = BaseFormat.FULL,
-    recompute: RecomputeMethod | None = None,
-    sparse_embedding: bool = False,
-    codec: str | None = None,
     name: str = "gpt",
 ) -> Profile:
     """Derives the profile of one rank's microbatch.
@@ -93,25 +84,17 @@ def derive_profile(
         config: the model, with the number of MLP tiles.
         machine: rates and memories of the machine.
         layout: size of the step and its parallelism.
+        method: training method; the embedding's gradient is exchanged as rows where that is `SPARSE`, and the profile's
+            `embedding_exchange` has the times of both ways.
         precision: number format of weights and arithmetic.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
-        zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
-        sharded_over: ranks that share one copy, as `Training.sharded_over`; memo train shards over all of them.
-        optimizer_offload: whether optimizer state and its step are on the host.
-        optimizer: which; its states are kept in the weights' format.
-        lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
-        lora_dtype: number format of the adapters.
-        base: number format of the frozen weights under adapters.
-        recompute: a fixed method for every layer, instead of points to plan with.
-        sparse_embedding: exchange the embedding's gradient as rows. The profile's `embedding_exchange` has the times of
-            both ways.
-        codec: what moves is coded, `int8` or `fp8`; without a fixed method of recompute.
         name: name of the model in the profile.
 
     Raises:
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
+    lora, optimizer, recompute, codec = method.lora, method.optimizer, method.recompute, method.codec
     if codec is not None and recompute is not None:
         raise UsageError(f"--codec {codec} has no meaning with --recompute {recompute}")
     _check_experts(
@@ -127,21 +110,13 @@ def derive_profile(
     require_divided(config, layout)
     require_halves(layout, lora=lora)
     smallest = min(min(shape) for shape in layer_matrices(config))
-    if base is BaseFormat.NF4 and layout.gpus > 1:
-        raise UsageError(f"--base {base} is planned on one GPU; leave it out with {layout.gpus}")
-    training = Training(
-        states=layer_states(optimizer, STATES[precision], smallest=smallest),
-        adapter_states=adapter_states(optimizer, lora_dtype, STATES[precision], rank=lora),
-        end_states=end_states(optimizer, STATES[precision], smallest=config.hidden),
-        lora=lora,
-        lora_dtype=lora_dtype,
-        base=base,
-        zero=zero,
-        sharded_over=sharded_over,
-        gathered_bytes=STATES[precision].weight,
-        optimizer_offload=optimizer_offload,
-        accumulates=accumulate > 1,
-        whole_in_step=layout.pp > 1,  # weights stay gathered through a step of a pipeline
+    training = Training.of(
+        method,
+        layout,
+        precision=precision,
+        accumulate=accumulate,
+        smallest=smallest,
+        smallest_of_ends=config.hidden,
     )
     weights = RankWeights(machine, layout, training)
     signature = Signature(
@@ -159,9 +134,10 @@ def derive_profile(
     sizes = ElementSizes.of(precision)
     table = config.vocab_size * config.hidden / layout.tp
     rows = RowExchange.of(config, weights, accumulate=accumulate, held=weights.end_static(table))
-    if sparse_embedding and isinstance(rows, str):
+    asks_rows = method.embedding is EmbeddingGradients.SPARSE
+    if asks_rows and isinstance(rows, str):
         raise UsageError(f"--embedding-exchange sparse: {rows}; use --embedding-exchange dense")
-    sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
+    sparse = rows if asks_rows and isinstance(rows, RowExchange) else None
     step = StepCollectives(
         config=config,
         layout=layout,
@@ -209,7 +185,7 @@ def derive_profile(
         head=head,
         optimizer_s=optimizer_s,
         optimizer_exchange_s=exchanged_s,
-        embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=sparse_embedding),
+        embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=asks_rows),
         send_s=exchange_s([step.send()], machine, layout),
         send_bytes=step.send().nbytes if layout.pp > 1 else 0.0,
         link_share=max(

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Annotated, Any
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.optimizers import Optimizer, layer_states
+from memo.gpt.arithmetic.fixed_methods import RecomputeMethod
+from memo.gpt.arithmetic.layout import StepLayout
+from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states
+from memo.gpt.run_config import EmbeddingGradients
 from memo.gpt.train_config import Precision
-from memo.mip.inputs import StaticBytes
+from memo.mip.inputs import CODECS, StaticBytes
 
 
 class AdapterDtype(enum.StrEnum):
@@ -63,29 +67,74 @@ def adapter_states(optimizer: Optimizer, dtype: AdapterDtype, weights: StateByte
     return layer_states(optimizer, ADAM_FP32 if dtype is AdapterDtype.FP32 else weights, smallest=max(1, rank))
 
 
+def _method(text: str) -> RecomputeMethod | None:
+    """Reads a fixed method; None is the plan's choice."""
+    if text != "plan" and text not in tuple(RecomputeMethod):
+        raise UsageError(f"{text!r} is none of plan, {', '.join(RecomputeMethod)}; choose one of them")
+    return None if text == "plan" else RecomputeMethod(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{text} is no rank; give a number of at least 1")
+    return int(text)
+
+
+_METHODS = {"type": _method, "metavar": f"{{plan,{','.join(RecomputeMethod)}}}"}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Choices that a layout does not have.
+class TrainingMethod:
+    """Training method of a named model. The fields but the last are flags of `memo plan`, and their docstrings its help."""
+
+    recompute: Annotated[RecomputeMethod | None, _METHODS] = None
+    """Recompute of the layers: plan chooses; none, selective (scores: as none, since attention is fused) and full (the
+    layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)."""
+    zero: Annotated[int, {"choices": range(4), "metavar": None}] = 3
+    """Degree of ZeRO, shared out by data-parallel ranks: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train
+    does."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """Optimizer, whose state is kept in the weights' format unless it says otherwise."""
+    lora: Annotated[int, {"type": _rank, "metavar": "RANK"}] = 0
+    """Train adapters of this rank on every linear map of the layers, and nothing else (default: everything)."""
+    lora_dtype: AdapterDtype = AdapterDtype.FP32
+    """With --lora: number format of the adapters; fp32 is what PEFT makes of those of a bfloat16 model, each of which saves
+    its input again, in float32."""
+    base: BaseFormat = BaseFormat.FULL
+    """With --lora: number format of the frozen weights; 4bit is bitsandbytes' NF4."""
+    embedding: EmbeddingGradients = EmbeddingGradients.AUTO
+    """Exchange of the embedding's gradient between data-parallel ranks: dense, as a whole table, or sparse, as the rows of
+    the tokens that a rank has seen; auto is the one with the shorter step that fits."""
+    codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
+    """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
+    optimizer_offload: bool = False
+    """Optimizer state and its step are on the host; memo train has it for one GPU."""
+    sharded_over: int | None = None
+    """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The method's fields, without those of a subclass."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainingMethod)}
+
+
+AS_MEMO_TRAINS = TrainingMethod()
+"""The method of `memo train`: everything is trained by AdamW, and sharded over all data-parallel ranks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Training(TrainingMethod):
+    """A method with the bytes of a model's states.
 
     Raises:
-        UsageError: two of them contradict one another.
+        UsageError: two choices contradict one another.
     """
 
     states: StateBytes
     end_states: StateBytes | None = None
     """States of the embedding and the head; None: the same."""
-    lora: int = 0
-    """Rank of the adapters on every linear map of a layer (Hu et al. 2021), which alone are trained; 0: everything is."""
     adapter_states: StateBytes | None = None
     """States of the adapters; None: as of the weights."""
-    lora_dtype: AdapterDtype = AdapterDtype.FP32
-    """Number format of the adapters."""
-    base: BaseFormat = BaseFormat.FULL
-    """Number format of the frozen weights in the layers' matrices."""
-    zero: int = 0
-    """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
-    sharded_over: int | None = None
-    """Ranks that share one copy, for hybrid sharding; None is all data-parallel ranks."""
     gathered_bytes: int
     """Bytes per parameter of a gathered weight."""
     accumulates: bool = False
@@ -93,8 +142,40 @@ class Training:
     whole_in_step: bool = False
     """Under `zero` 2 and 3: weights are gathered once a step and stay until its end, and gradients are added up whole:
     torch's FSDP under pipeline schedules."""
-    optimizer_offload: bool = False
-    """Optimizer state and its step are on the host."""
+
+    @classmethod
+    def of(
+        cls,
+        method: TrainingMethod,
+        layout: StepLayout,
+        *,
+        precision: Precision,
+        accumulate: int,
+        smallest: int,
+        smallest_of_ends: int,
+    ) -> Training:
+        """The training of a model.
+
+        Args:
+            method: the choices.
+            layout: of the step.
+            precision: number format of the weights.
+            accumulate: microbatches in a step.
+            smallest: smaller dimension of the layers' smallest matrix.
+            smallest_of_ends: likewise of the embedding and the head.
+        """
+        if method.base is BaseFormat.NF4 and layout.gpus > 1:
+            raise UsageError(f"--base {method.base} is planned on one GPU; leave it out with {layout.gpus}")
+        weights = STATES[precision]
+        return cls(
+            **method.choices,
+            states=layer_states(method.optimizer, weights, smallest=smallest),
+            adapter_states=adapter_states(method.optimizer, method.lora_dtype, weights, rank=method.lora),
+            end_states=end_states(method.optimizer, weights, smallest=smallest_of_ends),
+            gathered_bytes=weights.weight,
+            accumulates=accumulate > 1,
+            whole_in_step=layout.pp > 1,  # weights stay gathered through a step of a pipeline
+        )
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt import preset
-from memo.gpt.arithmetic import EmbeddingTraffic, StepLayout, derive_profile, reason_not_sparse
+from memo.gpt import EmbeddingGradients, preset
+from memo.gpt.arithmetic import EmbeddingTraffic, StepLayout, TrainingMethod, derive_profile, reason_not_sparse
 from memo.mip.inputs import Profile, hardware_preset
 
+ROWS = TrainingMethod(embedding=EmbeddingGradients.SPARSE)
 MACHINE = hardware_preset("h100")
 LLAMA = preset("llama3-8b")
 
@@ -72,7 +73,9 @@ def test_an_untied_table_of_several_ranks_can_be() -> None:
 def derived(tokens: int, *, sparse: bool, **sizes: int) -> Profile:
     layout = {"gpus": 8} | {name: size for name, size in sizes.items() if name in ("gpus", "tp", "cp", "pp")}
     others = {name: size for name, size in sizes.items() if name not in layout}
-    return derive_profile(LLAMA, MACHINE, StepLayout(tokens=tokens, **layout), sparse_embedding=sparse, **others)  # type: ignore[arg-type]
+    return derive_profile(
+        LLAMA, MACHINE, StepLayout(tokens=tokens, **layout), ROWS if sparse else TrainingMethod(), **others
+    )  # type: ignore[arg-type]
 
 
 def test_a_profile_of_rows_gathers_no_table_has_it_whole_and_updates_all_of_it() -> None:
@@ -132,4 +135,4 @@ def test_all_is_as_before_where_rows_cannot_be_exchanged() -> None:
     with pytest.raises(
         UsageError, match="output projection, too, whose gradient has every row; use --embedding-exchange"
     ):
-        derive_profile(tied, MACHINE, StepLayout(tokens=2048, gpus=8), sparse_embedding=True)
+        derive_profile(tied, MACHINE, StepLayout(tokens=2048, gpus=8), ROWS)

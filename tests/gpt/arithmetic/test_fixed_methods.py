@@ -10,10 +10,10 @@ import pytest
 from recorded_layers import MIDDLE, TOKENS, clipped, peak, shape
 
 from memo.allocator import AllocationTrace
-from memo.gpt import MoeConfig, Precision, preset
-from memo.gpt.arithmetic import RecomputeMethod, StepLayout, derive_profile
+from memo.gpt import EmbeddingGradients, MoeConfig, Precision, preset
+from memo.gpt.arithmetic import RecomputeMethod, StepLayout, TrainingMethod, derive_profile
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline, solve_problem
-from memo.mip.inputs import hardware_preset
+from memo.mip.inputs import Profile, hardware_preset
 from memo.record import SavedRole, gpt_step, record_step
 
 ROOMY = dataclasses.replace(hardware_preset("h100"), device_bytes=1 << 50)
@@ -25,22 +25,32 @@ CASES = {
     "ring": (SEVEN, StepLayout(tokens=8192, gpus=8, cp=8, ring=True), {}),
     "pipeline": (preset("350m"), StepLayout(tokens=1024, gpus=4, pp=2), {"accumulate": 4}),
     "autocast": (preset("llama3-8b"), StepLayout(tokens=4096, gpus=2), {"precision": Precision.BF16_AUTOCAST}),
-    "adapters": (SEVEN, StepLayout(tokens=4096, gpus=2), {"lora": 16}),
+    "adapters": (SEVEN, StepLayout(tokens=4096, gpus=2), {"method": TrainingMethod(lora=16)}),
     "experts": (
         dataclasses.replace(SEVEN, moe=MoeConfig(experts=8, expert_hidden=4096)),
         StepLayout(tokens=4096, gpus=8, ep=4),
         {},
     ),
     "local attention": (preset("mgpt-1.3b"), StepLayout(tokens=2048, gpus=2), {}),
-    "rows of the embedding": (SEVEN, StepLayout(tokens=512, gpus=2), {"sparse_embedding": True}),
+    "rows of the embedding": (
+        SEVEN,
+        StepLayout(tokens=512, gpus=2),
+        {"method": TrainingMethod(embedding=EmbeddingGradients.SPARSE)},
+    ),
 }
 
 
-def plan(case: str, recompute: RecomputeMethod | None) -> ActivationPlan:
+def derived(case: str, recompute: RecomputeMethod | None) -> Profile:
     config, layout, more = CASES[case]
+    method = dataclasses.replace(more.get("method", TrainingMethod()), recompute=recompute)
+    return derive_profile(config, ROOMY, layout, **{**more, "method": method})
+
+
+def plan(case: str, recompute: RecomputeMethod | None) -> ActivationPlan:
+    _, layout, more = CASES[case]
     return solve_problem(
         ActivationProblem(
-            profile=derive_profile(config, ROOMY, layout, recompute=recompute, **more),
+            profile=derived(case, recompute),
             hardware=ROOMY,
             budgets=Budgets(device_bytes=ROOMY.device_bytes),
             pipeline=Pipeline(stages=layout.pp, microbatches=more.get("accumulate", 1)),
@@ -58,10 +68,7 @@ def test_where_everything_fits_a_plan_is_the_method_that_recomputes_nothing(case
 @pytest.mark.parametrize("case", CASES)
 def test_full_recompute_keeps_inputs_and_repeats_every_layer(case: str) -> None:
     config, layout, more = CASES[case]
-    kept, again = (
-        derive_profile(config, ROOMY, layout, recompute=how, **more)
-        for how in (RecomputeMethod.NONE, RecomputeMethod.FULL)
-    )
+    kept, again = (derived(case, how) for how in (RecomputeMethod.NONE, RecomputeMethod.FULL))
     element = 4 if more.get("precision") is Precision.BF16_AUTOCAST else 2
     for whole, layer in zip(kept.classes, again.classes, strict=True):
         assert layer.full_bytes == element * config.hidden * layout.rank_tokens
@@ -79,7 +86,11 @@ def test_full_recompute_saves_and_holds_what_a_checkpointed_step_does(
     step = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
     recording = record_step(step, exact=True, checkpointed=True)
     (layer,) = derive_profile(
-        config, ROOMY, StepLayout(tokens=TOKENS), precision=precision, recompute=RecomputeMethod.FULL
+        config,
+        ROOMY,
+        StepLayout(tokens=TOKENS),
+        precision=precision,
+        method=TrainingMethod(recompute=RecomputeMethod.FULL),
     ).classes
     assert recording.saved_nbytes[SavedRole.INPUT] == config.layers * layer.full_bytes
     found, most = backward_peak(recording.trace), layer.backward_transient_bytes

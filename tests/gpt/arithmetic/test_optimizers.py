@@ -14,6 +14,7 @@ from memo.gpt.arithmetic import (
     ADAM_PURE,
     Optimizer,
     StepLayout,
+    TrainingMethod,
     derive_profile,
     layer_states,
     orthogonalisation_flops,
@@ -72,7 +73,10 @@ def test_muons_products_are_counted_as_torch_runs_them() -> None:
 
 def profile(*, lora: int = 0, optimizer: Optimizer = Optimizer.ADAMW, layout: StepLayout | None = None) -> Profile:
     return derive_profile(
-        preset("llama3-8b"), H100, layout or StepLayout(tokens=4096, gpus=8), lora=lora, optimizer=optimizer
+        preset("llama3-8b"),
+        H100,
+        layout or StepLayout(tokens=4096, gpus=8),
+        TrainingMethod(lora=lora, optimizer=optimizer),
     )
 
 
@@ -125,7 +129,7 @@ def test_arithmetic_and_a_recorded_model_of_the_same_shape_agree(lora: int) -> N
 
 def test_a_rank_below_zero_is_refused() -> None:
     with pytest.raises(UsageError, match="rank of adapters"):
-        derive_profile(preset("7b"), H100, StepLayout(tokens=4096), lora=-1, precision=Precision.BF16)
+        derive_profile(preset("7b"), H100, StepLayout(tokens=4096), TrainingMethod(lora=-1), precision=Precision.BF16)
 
 
 def test_an_optimizer_is_cheaper_where_it_keeps_less() -> None:
@@ -143,7 +147,7 @@ def test_an_optimizer_on_the_host_needs_a_link_to_it() -> None:
     links = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"), 0.0)
     machine = dataclasses.replace(H100, node_d2h_bytes_per_s=0.0, node_h2d_bytes_per_s=0.0, **links)
     with pytest.raises(UsageError, match="h100 has no link to host memory"):
-        derive_profile(preset("350m"), machine, StepLayout(tokens=1024), optimizer_offload=True)
+        derive_profile(preset("350m"), machine, StepLayout(tokens=1024), TrainingMethod(optimizer_offload=True))
 
 
 def test_an_update_on_the_host_of_one_gpu_hides_the_copies_beside_it() -> None:
@@ -152,8 +156,8 @@ def test_an_update_on_the_host_of_one_gpu_hides_the_copies_beside_it() -> None:
 
     def update_s(tokens: int, accumulate: int = 1) -> float:
         layout = StepLayout(tokens=tokens)
-        given = {"precision": Precision.BF16, "accumulate": accumulate, "optimizer_offload": True}
-        return derive_profile(config, H100, layout, **given).optimizer_s
+        given = {"precision": Precision.BF16, "accumulate": accumulate}
+        return derive_profile(config, H100, layout, TrainingMethod(optimizer_offload=True), **given).optimizer_s
 
     host_s = 14 * parameters / H100.node_d2h_bytes_per_s
     out_s, back_s = (2 * parameters / rate for rate in (H100.d2h_bytes_per_s, H100.h2d_bytes_per_s))

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError
 from memo.gpt import GPTConfig, Precision, Variant, preset
-from memo.gpt.arithmetic import StepLayout, derive_profile
+from memo.gpt.arithmetic import StepLayout, TrainingMethod, derive_profile
 from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per_token
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
@@ -288,9 +288,11 @@ def test_a_stage_of_tied_embeddings_has_a_copy_of_its_own() -> None:
 
 def test_what_is_sharded_less_takes_more_memory_and_no_more_gathers() -> None:
     config, layout = preset("7b"), StepLayout(tokens=8192, gpus=16)
-    static = [static_bytes(config, layout, zero=zero) for zero in (0, 1, 2, 3)]
+    static = [static_bytes(config, layout, method=TrainingMethod(zero=zero)) for zero in (0, 1, 2, 3)]
     assert static == sorted(static, reverse=True)
-    gathers = [derive_profile(config, A800, layout, zero=zero).classes[0].gather_s > 0 for zero in (0, 1, 2, 3)]
+    gathers = [
+        derive_profile(config, A800, layout, TrainingMethod(zero=zero)).classes[0].gather_s > 0 for zero in (0, 1, 2, 3)
+    ]
     assert gathers == [False, False, False, True]
 
 
@@ -396,7 +398,7 @@ def test_gathers_and_reductions_take_time_beyond_a_node() -> None:
 
 
 def test_exchanges_are_a_part_of_the_passes() -> None:
-    (layer,) = derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=8, tp=4, cp=2), zero=0).classes
+    (layer,) = derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=8, tp=4, cp=2), TrainingMethod(zero=0)).classes
     alone = derive_profile(SHORT, A800, StepLayout(tokens=512)).classes[0]
     assert 0 < layer.forward_exchange_s < layer.forward_s
     assert layer.forward_s - layer.forward_exchange_s == pytest.approx(alone.forward_s, rel=0.15)
@@ -405,7 +407,8 @@ def test_exchanges_are_a_part_of_the_passes() -> None:
 def test_gathered_weights_and_gradients_are_copied_in_the_passes() -> None:
     """FSDP reads and writes them on the compute stream: each layer's weights twice a step, its gradients once."""
     whole, sharded = (
-        derive_profile(SHORT, A800, StepLayout(tokens=512, gpus=8), zero=zero).classes[0] for zero in (0, 3)
+        derive_profile(SHORT, A800, StepLayout(tokens=512, gpus=8), TrainingMethod(zero=zero)).classes[0]
+        for zero in (0, 3)
     )
     copied_s = sharded.forward_gathered_bytes / A800.elementwise_bytes_per_s
     assert copied_s > 0

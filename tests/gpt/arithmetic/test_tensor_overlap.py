@@ -8,7 +8,7 @@ import pytest
 
 from memo.errors import UsageError
 from memo.gpt import preset
-from memo.gpt.arithmetic import CollectiveKind, Ranks, StepCollectives, StepLayout, derive_profile
+from memo.gpt.arithmetic import CollectiveKind, Ranks, StepCollectives, StepLayout, TrainingMethod, derive_profile
 from memo.gpt.arithmetic.tensor_overlap import HalfCollectives, HalvedWork, TensorOverlap
 from memo.mip.inputs import hardware_preset
 
@@ -82,4 +82,6 @@ def test_what_has_no_halves_is_refused_with_what_has() -> None:
     with pytest.raises(UsageError, match="use --batch 2 or --seq 16"):
         derive_profile(preset("7b"), H100, StepLayout(tokens=8, gpus=8, tp=8, tp_overlap=True))
     with pytest.raises(UsageError, match="leave it out with --lora"):
-        derive_profile(preset("7b"), H100, StepLayout(tokens=8192, gpus=8, tp=8, tp_overlap=True), lora=8)
+        derive_profile(
+            preset("7b"), H100, StepLayout(tokens=8192, gpus=8, tp=8, tp_overlap=True), TrainingMethod(lora=8)
+        )

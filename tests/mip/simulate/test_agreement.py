@@ -12,7 +12,7 @@ from activation_problems import plan_activations, random_problem
 from memo.errors import Infeasible, PlanInvalid
 from memo.events import TierName
 from memo.gpt import preset
-from memo.gpt.arithmetic import StepLayout, derive_profile
+from memo.gpt.arithmetic import StepLayout, TrainingMethod, derive_profile
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -158,7 +158,9 @@ def test_models_lengths_and_machines(disk_bytes: int) -> None:
 @pytest.mark.parametrize("gpus", [2, 16])
 def test_collectives_that_take_longer_than_the_work_beside_them(gpus: int, zero: int) -> None:
     machine = hardware_preset("h100")
-    profile = derive_profile(preset("tiny"), machine, StepLayout(tokens=32, gpus=gpus), zero=zero, accumulate=2)
+    profile = derive_profile(
+        preset("tiny"), machine, StepLayout(tokens=32, gpus=gpus), TrainingMethod(zero=zero), accumulate=2
+    )
     budgets = Budgets(device_bytes=machine.device_bytes)
     plan = plan_activations(profile, machine, budgets, Pipeline(microbatches=2))
     assert_agreement(plan, simulate(plan), within=0.001)
