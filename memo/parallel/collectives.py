@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from memo.swap import memoize, recomputable
 
 Group = dist.ProcessGroup
+_Map = Callable[[torch.Tensor], torch.Tensor]
 
 # torch 2.13 has these two under new names, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,17 +46,17 @@ def copy_in(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 def sum_out(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the group, on every rank (all-reduce); backward passes the gradient on."""
-    return cast("torch.Tensor", _SumOut.apply(x, group))  # type: ignore[no-untyped-call]
+    return _collective(x, partial(_summed, group=group), lambda grad: grad)
 
 
 def gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All-gather along `dim`; backward reduce-scatters, since each rank uses the whole in its own way."""
-    return cast("torch.Tensor", _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
+    return _collective(x, partial(all_gathered, group=group, dim=dim), partial(reduce_scattered, group=group, dim=dim))
 
 
 def scatter_sum(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """Reduce-scatter along `dim`: this rank's shard of the sum; backward all-gathers."""
-    return cast("torch.Tensor", _ScatterSum.apply(x, group, dim))  # type: ignore[no-untyped-call]
+    return _collective(x, partial(reduce_scattered, group=group, dim=dim), partial(all_gathered, group=group, dim=dim))
 
 
 Pending = Callable[[], torch.Tensor]
@@ -84,17 +85,29 @@ def begin_scatter_sum(x: torch.Tensor, group: Group, dim: int) -> Pending:
 
 def split(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's shard along `dim` of an `x` that is equal on all ranks; backward all-gathers."""
-    return cast("torch.Tensor", _Split.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+    def own(whole: torch.Tensor) -> torch.Tensor:
+        return own_shard(whole, group, dim).clone(memory_format=torch.contiguous_format)
+
+    return _collective(x, own, partial(all_gathered, group=group, dim=dim))
 
 
 def join(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All-gather along `dim`; backward takes this rank's shard, since all ranks use the whole in the same way."""
-    return cast("torch.Tensor", _Join.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+    def own(whole: torch.Tensor) -> torch.Tensor:
+        return own_shard(whole, group, dim).contiguous()
+
+    return _collective(x, partial(all_gathered, group=group, dim=dim), own)
 
 
 def exchange(x: torch.Tensor, group: Group, *, scatter: int, gather: int) -> torch.Tensor:
     """All-to-all: divides dimension `scatter` over the ranks and makes dimension `gather` whole; backward reverses it."""
-    return cast("torch.Tensor", _Exchange.apply(x, group, scatter, gather))  # type: ignore[no-untyped-call]
+    return _collective(
+        x,
+        partial(_exchanged, group=group, scatter=scatter, gather=gather),
+        partial(_exchanged, group=group, scatter=gather, gather=scatter),
+    )
 
 
 def exchange_rows(x: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -106,7 +119,11 @@ def exchange_rows(x: torch.Tensor, group: Group, sent: list[int], received: list
         sent: rows for each rank.
         received: rows from each rank.
     """
-    return cast("torch.Tensor", _ExchangeRows.apply(x, group, sent, received))  # type: ignore[no-untyped-call]
+    return _collective(
+        x,
+        partial(_rows_exchanged, group=group, sent=sent, received=received),
+        partial(_rows_exchanged, group=group, sent=received, received=sent),
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,87 +195,21 @@ class _CopyIn(torch.autograd.Function):
         return _summed(grad, ctx.group), None
 
 
-class _SumOut(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gathered(x, group, dim)
+    def forward(ctx: Any, x: torch.Tensor, forward: _Map, backward: _Map) -> torch.Tensor:
+        ctx.transposed = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scattered(grad, ctx.group, ctx.dim), None, None
+        return ctx.transposed(grad), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scattered(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_shard(x, group, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gathered(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return own_shard(grad, ctx.group, ctx.dim).contiguous(), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
-        ctx.group, ctx.scatter, ctx.gather = group, scatter, gather
-        return _exchanged(x, group, scatter, gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grad, ctx.group, ctx.gather, ctx.scatter), None, None, None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _rows_exchanged(x, group, sent, received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _rows_exchanged(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+def _collective(x: torch.Tensor, forward: _Map, backward: _Map) -> torch.Tensor:
+    """A linear map of the ranks' tensors, and in backward the transposed one."""
+    return cast("torch.Tensor", _Collective.apply(x, forward, backward))  # type: ignore[no-untyped-call]
 
 
 @memoize  # other ranks may not repeat the layer

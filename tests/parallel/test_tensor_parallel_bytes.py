@@ -118,9 +118,9 @@ def test_gate_and_up_share_one_gather_in_each_direction(monkeypatch: pytest.Monk
     gathers: list[tuple[int, ...]] = []
     gathered = collectives.all_gathered
 
-    def counted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         gathers.append(tuple(x.shape))
-        return gathered(x, *rest)
+        return gathered(x, *rest, **named)
 
     monkeypatch.setattr(collectives, "all_gathered", counted)
     monkeypatch.setattr(gathered_input, "all_gathered", counted)
