@@ -239,7 +239,7 @@ class _Found:
 def _request(args: argparse.Namespace, *, say: Callable[[str], None]) -> tuple[Request, _Found]:
     """The request of the flags, with what was searched for filled in; `say` is told what is done."""
     if args.max_seq:
-        longest = longest_sequence(parse_request(args, say=say))
+        longest = longest_sequence(parse_request(args, say=say), say=say)
         summary = {"max_seq": longest.request.layout.tokens, "binds": longest.binds, "proposal": longest.proposal}
         return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
     if args.gpus != AUTO:

@@ -149,7 +149,7 @@ def test_the_longest_sequence_says_what_binds_and_what_would_lengthen_it(
     first, binds, proposal = capsys.readouterr().out.splitlines()[:3]
     assert first.startswith("longest sequence that fits:")
     assert "at the head" in binds
-    assert proposal == "a quarter longer or more: --loss-without-logits, which is memo.loss_without_logits(model)"
+    assert proposal == "a quarter longer or more: --loss-without-logits"
 
 
 def test_memos_gpt_and_transformers_model_save_the_same_bytes_but_for_norms(tmp_path: Path) -> None:

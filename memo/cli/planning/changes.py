@@ -12,10 +12,9 @@ import enum
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memo.cli.planning.search import OFFLOAD, gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
 from memo.mip.activation import MemoryUse, device_peak_candidates
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from memo.mip.activation import DeviceMemory, DoesNotFit, PeakCandidate
     from memo.search import Request
 
+OFFLOAD = "--optimizer-offload"
 MOST_TIMES = 64
 """Largest factor that is tried: of the GPUs (of one node, if fewer were asked for), and by which the sequence is divided."""
 _WEIGHTS = frozenset({MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER, MemoryUse.GATHERED, MemoryUse.CAST})
@@ -59,7 +59,9 @@ def explain_misfit(request: Request, misfit: DoesNotFit, changes: list[str], *, 
     return error
 
 
-def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str], None]) -> list[str]:
+def changes_that_fit(
+    request: Request, misfit: DoesNotFit, *, say: Callable[[str], None], shortens: bool = True
+) -> list[str]:
     """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each.
 
     Of changes that take more GPUs each is named that takes fewer than those before it. Where none fits by itself, changes
@@ -70,6 +72,7 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
         request: the request.
         misfit: what planning it raised.
         say: is told what is tried.
+        shortens: whether the sequence may become shorter.
     """
     trial = _Trial(request, say)
     singles: list[Request] = []
@@ -80,8 +83,8 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
             singles.append(changed)
             fewest = min(fewest, changed.layout.gpus) if changed.layout.gpus > now else fewest
     combined = None if singles else trial.combined()
-    shorter = trial.first(_shorter(request))
-    if combined is None and shorter is None and not singles:
+    shorter = trial.first(_shorter(request)) if shortens else None
+    if shortens and combined is None and shorter is None and not singles:
         combined = trial.combined(shortens=True)
     offloaded = None if request.config is None else dataclasses.replace(request, optimizer_offload=True)
     offloaded = None if request.optimizer_offload or offloaded is None else trial.first([offloaded])
@@ -91,6 +94,12 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
         if least is not None and least <= there:
             found.append(f"--{tier} {format_bytes(least, up=True).replace(' ', '')}")
     return found
+
+
+def described(request: Request, changes: Sequence[str]) -> str:
+    """The changes in words."""
+    note = f" ({request.offload_note})" if request.offload_note else ""
+    return " or ".join(f"{flags}{note}" if flags == OFFLOAD else flags for flags in changes)
 
 
 class _Trial:
@@ -232,6 +241,14 @@ def _most_gpus(request: Request) -> int:
     return MOST_TIMES * max(request.layout.gpus, request.machine.gpus_per_node)
 
 
+def gpu_counts(step: int, gpus_per_node: int) -> Iterator[int]:
+    """1, 2, 4, 8 and so on in one node, then whole nodes: those that `step` divides."""
+    counts = [1 << power for power in range(20) if 1 << power < gpus_per_node] + [gpus_per_node]
+    nodes = [nodes * gpus_per_node for nodes in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)]
+    found = sorted({gpus for gpus in (step, *counts, *nodes) if gpus >= step and gpus % step == 0})
+    yield from found
+
+
 def _more_gpus(request: Request) -> Iterator[Request]:
     layout = request.layout
     for gpus in gpu_counts(_step(layout), request.machine.gpus_per_node):
@@ -281,9 +298,7 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     words = f"no plan fits: {signature.model} in {signature.dtype} at {format_tokens(signature.tokens)} tokens: "
     words += _largest(memory, misfit.problem.budgets.device_bytes)
     if changes:
-        note = f" ({request.offload_note})" if request.offload_note else ""
-        named = (f"{flags}{note}" if flags == OFFLOAD else flags for flags in changes)
-        words += f"; it fits with {' or '.join(named)}"
+        words += f"; it fits with {described(request, changes)}"
     elif request.config is not None:
         words += (
             f"; no change that was tried fits, alone or together: up to {_most_gpus(request)} GPUs, more ranks of each"

@@ -10,17 +10,18 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from memo.cli.planning.changes import changes_that_fit, described, gpu_counts
 from memo.cli.planning.request import TILE_TOKENS
 from memo.errors import Infeasible, UsageError
+from memo.mip.activation import DoesNotFit
 from memo.search import last_that_fits
-from memo.units import format_bytes, format_tokens
+from memo.units import format_tokens
 
 if TYPE_CHECKING:
     from memo.search import Request
 
-OFFLOAD = "--optimizer-offload"
 LONGER = 1.25
-"""Factor by which a change that is proposed must lengthen the sequence."""
+"""Factor by which changes that are proposed must lengthen the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,15 @@ class Longest:
     binds: str | None
     """Why the next length does not fit; None where the search ended first."""
     proposal: str | None
-    """A change of the command that lengthens the sequence by a quarter or more; None where none was found."""
+    """Changes of the command that each lengthen the sequence by a quarter or more; None where none was found."""
 
 
-def longest_sequence(request: Request) -> Longest:
+def longest_sequence(request: Request, *, say: Callable[[str], None]) -> Longest:
     """Finds the longest sequence that fits, in multiples of TILE_TOKENS tokens for each context-parallel rank.
+
+    Args:
+        request: the request, of any length.
+        say: is told which changes are tried.
 
     Raises:
         Infeasible: not even one tile fits; the message says what it lacks.
@@ -54,11 +59,13 @@ def longest_sequence(request: Request) -> Longest:
     longest = _of_length(request, low * tile)
     if high is None:
         return Longest(request=longest, tile=tile, binds=None, proposal=None)
+    longer = _of_length(request, max(high, round(LONGER * low)) * tile)
+    changes = changes_that_fit(longer, _misfit(longer), say=say, shortens=False)
     return Longest(
         request=longest,
         tile=tile,
-        binds=_lacks(_of_length(request, high * tile)),
-        proposal=_proposal(request, tokens=max(high, round(LONGER * low)) * tile),
+        binds=str(_misfit(_of_length(request, high * tile))),
+        proposal=described(request, changes) or None,
     )
 
 
@@ -88,7 +95,7 @@ def fewest_gpus(request_of: Callable[..., Request], first: Request) -> tuple[Req
     named = ", ".join(map(str, tried))
     raise Infeasible(
         f"no number of GPUs that was tried fits ({named}), with --cp or --tp of up to a node; with {tried[-1]}: "
-        f"{_lacks(request_of(gpus=tried[-1]))}"
+        f"{_misfit(request_of(gpus=tried[-1]))}"
     )
 
 
@@ -114,53 +121,17 @@ def _does_fit(request_of: Callable[[], Request]) -> bool:
         return False
 
 
-def gpu_counts(step: int, gpus_per_node: int) -> Iterator[int]:
-    """1, 2, 4, 8 and so on in one node, then whole nodes: those that `step` divides."""
-    counts = [1 << power for power in range(20) if 1 << power < gpus_per_node] + [gpus_per_node]
-    nodes = [nodes * gpus_per_node for nodes in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)]
-    found = sorted({gpus for gpus in (step, *counts, *nodes) if gpus >= step and gpus % step == 0})
-    yield from found
-
-
 def _of_length(request: Request, tokens: int) -> Request:
     return dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=tokens))
 
 
-def _lacks(request: Request) -> str:
-    """Message of a request that does not fit: the bytes that it lacks."""
-    tiles = request.tiles[-1:]
+def _misfit(request: Request) -> DoesNotFit:
+    """What a request lacks that does not fit."""
     try:
-        dataclasses.replace(request, tiles=tiles).plan()
-    except Infeasible as error:
-        return str(error)
-    return "no plan fits"
-
-
-def _proposal(request: Request, *, tokens: int) -> str | None:
-    """The first of a few changes with which a longer sequence fits."""
-    changes = _changes(request)
-    return next((words for words, one in changes if _does_fit(lambda one=one: _of_length(one, tokens))), None)  # type: ignore[misc]
-
-
-def _changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Changes of a command, from the cheapest on."""
-    layout, budgets = request.layout, request.budgets
-    without_logits = request.without_logits()
-    if without_logits is not None:
-        yield "--loss-without-logits, which is memo.loss_without_logits(model)", without_logits
-    if request.profile is None and request.zero < 3 and layout.gpus > 1:
-        yield "--zero 3", dataclasses.replace(request, zero=3)
-    more = dataclasses.replace(budgets, host_bytes=2 * budgets.host_bytes)
-    if budgets.host_bytes:
-        given = dataclasses.replace(request, budgets=more, shares_host=False)
-        yield f"--host {format_bytes(more.host_bytes).replace(' ', '')}", given
-    if request.profile is None:
-        gpus, cp = 2 * layout.gpus, 2 * layout.cp
-        yield f"--gpus {gpus}", request.on(gpus=gpus)
-        yield f"--gpus {gpus} --cp {cp}", request.on(gpus=gpus, cp=cp)
-    if request.profile is None and not request.optimizer_offload:
-        note = f" ({request.offload_note})" if request.offload_note else ""
-        yield f"{OFFLOAD}{note}", dataclasses.replace(request, optimizer_offload=True)
+        dataclasses.replace(request, tiles=request.tiles[-1:]).plan()
+    except DoesNotFit as error:
+        return error
+    raise AssertionError("it fits")
 
 
 def describe_longest(found: Longest) -> str:
@@ -172,7 +143,7 @@ def describe_longest(found: Longest) -> str:
     else:
         lines.append(f"{found.tile:,} tokens more do not fit: {found.binds.replace('no plan fits: ', '')}")
         lines.append(
-            "none of a few changes of the command lengthens it by a quarter"
+            "no change that was tried lengthens it by a quarter"
             if found.proposal is None
             else f"a quarter longer or more: {found.proposal}"
         )
