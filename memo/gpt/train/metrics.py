@@ -21,7 +21,7 @@ from memo.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step. The fields are the keys of the JSON object; the last eight are there only when set."""
+    """Metrics of one step. The fields are the keys of the JSON object; those with a default are there only when set."""
 
     step: int
     loss: float
@@ -72,18 +72,9 @@ class StepMetrics:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
                 line[name] = None  # JSON has no NaN
-        rare = (
-            "eval_loss",
-            "alarm",
-            "gradient_bytes",
-            "gradient_sent_bytes",
-            "gradient_error",
-            "expert_rows",
-            "adaptation",
-        )
-        for name, silent in {"skipped_steps": 0, **dict.fromkeys(rare)}.items():
-            if line[name] == silent:
-                del line[name]
+        for field in dataclasses.fields(self):
+            if line[field.name] == field.default:
+                del line[field.name]
         return line
 
     def to_line(self, usage: StepUsage) -> str:
