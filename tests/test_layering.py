@@ -73,7 +73,7 @@ IMPORTS = {
     "memo/search": "memo mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/adapt": "memo mip mip/inputs mip/activation allocator swap face memo/trace memo/machine memo/parallel "
     "memo/autoplan memo/gpt memo/gpt/arithmetic memo/gpt/train memo/search",
-    "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
+    "memo/profiling": "memo mip/inputs swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine "
     "memo/parallel memo/parallel/decoders memo/loss memo/autoplan memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/model memo/record memo/dry_run memo/hugging_face",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memo.allocator import Allocation, AllocationTrace, BytelessMode
+from memo.allocator import AllocationTrace, BytelessMode
 from memo.autoplan import points_of
 from memo.errors import MemoError, UsageError, one_line
 from memo.gpt.arithmetic import Collective
@@ -30,7 +30,7 @@ from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import LOGIT_NBYTES, added_nbytes, chunk_tokens, loss_without_logits
 from memo.machine import replay_rates
 from memo.mip.inputs import ALL, Hardware, PointProfile
-from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
+from memo.record import AllocationSites, LayerPeaks, OffloadWithoutBytes, Step, peak_of, record_step
 from memo.swap import Layer, LayerCosts, argument_storages, cast_of_parameter, find_layers, layer_input, local_part
 from memo.units import format_tokens
 
@@ -248,12 +248,14 @@ class _Recording:
                 if self._without_logits and with_logits is not None:
                     return dataclasses.replace(with_logits, head=self._end(HEAD, saved, clock, self._chunked_nbytes()))
                 again, costs = self._recomputed(loss)
-            peaks = _Peaks(record_step(self._step, exact=True).trace, [layer.name for layer in self._layers])
+            trace = record_step(self._step, exact=True).trace
+        peaks = LayerPeaks.of(trace)
         layers = {
             name: self._layer(layer, saved, clock, again, costs.get(layer.name), peaks)
             for name, layer in self._of_kind.items()
         }
-        transients = {end: max(0, peaks.ends[end] - saved.made_outside[end]) for end in (EMBEDDING, HEAD)}
+        ends = _peaks_of_ends(trace, peaks.spans)
+        transients = {end: max(0, ends[end] - saved.made_outside[end]) for end in (EMBEDDING, HEAD)}
         if self._without_logits:
             transients[HEAD] = self._chunked_nbytes()
         embedding, head = (self._end(end, saved, clock, transients[end]) for end in (EMBEDDING, HEAD))
@@ -341,7 +343,7 @@ class _Recording:
         clock: KernelClock,
         again: KernelClock,
         costs: LayerCosts | None,
-        peaks: _Peaks,
+        peaks: LayerPeaks,
     ) -> RecordedLayer:
         forward, backward = (clock.spent[f"{layer.name}.{way}"] for way in ("forward", "backward"))
         replayed = again.spent[f"{layer.name}.backward"]
@@ -429,36 +431,16 @@ class _Saved:
             self.made_outside[end] += storage.nbytes()
 
 
-class _Peaks:
-    """Peaks of transient memory, from the allocations of one step."""
-
-    def __init__(self, trace: AllocationTrace, layers: list[str]) -> None:
-        last_event = trace.end
-        within = [one for one in trace.allocations if one.upper < last_event]
-        self.forward: dict[str, int] = {}
-        self.backward: dict[str, int] = {}
-        spans: dict[str, tuple[int, int]] = {}
-        for layer in layers:
-            for way in ("forward", "backward"):
-                own = [one for one in trace.allocations if one.group == f"{layer}.{way}"]
-                if own:
-                    spans[f"{layer}.{way}"] = min(one.lower for one in own), max(one.upper for one in own)
-            self.forward[layer] = _peak(one for one in trace.allocations if one.group == f"{layer}.forward")
-            begin, end = spans.get(f"{layer}.backward", (0, 0))
-            self.backward[layer] = _peak(
-                one for one in within if one.phase == "backward" and one.lower < end and one.upper > begin
-            )
-        forwards = [span for key, span in spans.items() if key.endswith(".forward")]
-        backwards = [span for key, span in spans.items() if key.endswith(".backward")]
-        first, last = min(span[0] for span in forwards), max(span[1] for span in forwards)
-        turn, back = min(span[0] for span in backwards), max(span[1] for span in backwards)
-        self.ends = {
-            EMBEDDING: max(
-                _peak(one for one in within if one.lower < first), _peak(one for one in within if one.lower >= back)
-            ),
-            HEAD: _peak(one for one in within if last <= one.lower < turn),
-        }
-
-
-def _peak(allocations: Iterable[Allocation]) -> int:
-    return AllocationTrace(allocations=tuple(allocations)).peak_nbytes
+def _peaks_of_ends(trace: AllocationTrace, spans: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Peaks of transient memory before and behind the layers."""
+    within = [one for one in trace.allocations if one.upper < trace.end]
+    forwards = [span for key, span in spans.items() if key.endswith(".forward")]
+    backwards = [span for key, span in spans.items() if key.endswith(".backward")]
+    first, last = min(span[0] for span in forwards), max(span[1] for span in forwards)
+    turn, back = min(span[0] for span in backwards), max(span[1] for span in backwards)
+    return {
+        EMBEDDING: max(
+            peak_of(one for one in within if one.lower < first), peak_of(one for one in within if one.lower >= back)
+        ),
+        HEAD: peak_of(one for one in within if last <= one.lower < turn),
+    }

@@ -8,6 +8,7 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.record.allocation_sites import AllocationSites as AllocationSites
+    from memo.record.layer_peaks import LayerPeaks as LayerPeaks, peak_of as peak_of
     from memo.record.offload_without_bytes import OffloadWithoutBytes as OffloadWithoutBytes
     from memo.record.optimizers import make_optimizer as make_optimizer
     from memo.record.program_errors import users_errors as users_errors
