@@ -38,8 +38,6 @@ class Ranks(enum.StrEnum):
     CONTEXT = "cp"
     REPLICAS = "dp x cp"
     """Ranks with the same parameters, which are sharded over them or over some of them."""
-    COPIES = "copies"
-    """Ranks with the same shard, where parameters are sharded over some of the replicas only."""
     TOKENS = "dp x cp x tp"
     """Ranks with different tokens, over which a learned position table and routers are sharded."""
     EXPERTS = "ep"
@@ -68,25 +66,14 @@ class Collective:
         return dataclasses.replace(self, count=self.count * count)
 
 
-def group_of(ranks: Ranks, layout: StepLayout, gpus_per_node: int, *, shards: int | None = None) -> RankGroup:
-    """Places of a collective's ranks on nodes.
-
-    Args:
-        ranks: which ranks.
-        layout: of the job.
-        gpus_per_node: GPUs of a node.
-        shards: ranks that share one copy of the parameters; None is all replicas.
-    """
-    every = layout.replicas * layout.cp
-    shards = min(shards or every, every)
+def group_of(ranks: Ranks, layout: StepLayout, gpus_per_node: int) -> RankGroup:
+    """Places of a collective's ranks on nodes."""
     if ranks is Ranks.TENSOR:
         return layout.tensor_group(gpus_per_node)
     if ranks is Ranks.CONTEXT:
         return layout.context_group(gpus_per_node)
     if ranks is Ranks.REPLICAS:
-        return layout.data_group(gpus_per_node, size=shards)
-    if ranks is Ranks.COPIES:
-        return RankGroup.of(every // shards, stride=layout.tp * shards, gpus_per_node=gpus_per_node, gpus=layout.gpus)
+        return layout.data_group(gpus_per_node)
     if ranks is Ranks.TOKENS:
         return RankGroup.of(layout.stage_gpus, stride=1, gpus_per_node=gpus_per_node, gpus=layout.gpus)
     if ranks is Ranks.EXPERTS:
@@ -95,19 +82,18 @@ def group_of(ranks: Ranks, layout: StepLayout, gpus_per_node: int, *, shards: in
         return layout.expert_copies_group(gpus_per_node)
     if ranks is Ranks.ALL:
         return RankGroup.of(layout.gpus, stride=1, gpus_per_node=gpus_per_node)
+    if ranks is Ranks.ENDS and layout.ends_apart:
+        return RankGroup.across([RankGroup(size=1, per_node=1)] * 2)
     return RankGroup(size=min(2, layout.pp), per_node=1 if layout.leaves_node(gpus_per_node) else min(2, layout.pp))
 
 
-def exchange_s(
-    collectives: Iterable[Collective], machine: Hardware, layout: StepLayout, *, shards: int | None = None
-) -> float:
+def exchange_s(collectives: Iterable[Collective], machine: Hardware, layout: StepLayout) -> float:
     """Seconds of collectives one after another; receives take none, since their sends do.
 
     Args:
         collectives: of one rank.
         machine: its links.
         layout: of the job.
-        shards: as for `group_of`.
 
     Raises:
         UsageError: a group spans nodes that no network connects.
@@ -115,7 +101,7 @@ def exchange_s(
     times = Collectives(machine)
     total = 0.0
     for each in collectives:
-        group = group_of(each.ranks, layout, machine.gpus_per_node, shards=shards)
+        group = group_of(each.ranks, layout, machine.gpus_per_node)
         total += each.count * collective_s(times, each.kind, each.nbytes, group)
     return total
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.gpt.arithmetic.adapter_bytes import AdapterBytes
 from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, Coded, ElementSizes
-from memo.gpt.arithmetic.collectives import Ranks, exchange_s
+from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
@@ -52,7 +52,6 @@ from memo.mip.inputs import (
     LayerProfile,
     PointProfile,
     Profile,
-    RankGroup,
     Role,
     Signature,
     StaticBytes,
@@ -492,12 +491,10 @@ class _Ends:
         """Seconds to add the two copies' gradients of a tied table, once a step; 0 where there is one copy."""
         if not self.config.tie_embeddings or self.layout.pp == 1 or self.weights.training.lora:
             return 0.0
-        weights, nodes = self.weights, self.machine.gpus_per_node
+        weights = self.weights
         nbytes = weights.training.states.gradient * self._head_weights / self.layout.tp / weights.shards
-        group = RankGroup(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
-        if self.layout.ends_apart:
-            group = RankGroup.across([RankGroup(size=1, per_node=1)] * 2)
-        return Collectives(self.machine).all_reduce_s(nbytes, group)
+        summed = Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ENDS, nbytes=nbytes)
+        return exchange_s([summed], self.machine, self.layout)
 
     def embedding(self) -> EmbeddingOrHeadProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
