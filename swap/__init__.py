@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         work_of as work_of,
     )
     from memo.swap.saving_hooks import SavingHooks as SavingHooks
-    from memo.swap.stats import Stats as Stats
+    from memo.swap.stats import Stats as Stats, Totals as Totals
     from memo.swap.tensor_kinds import (
         argument_storages as argument_storages,
         cast_of_parameter as cast_of_parameter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from memo.events import StallCause, TierName, UseKind
 
@@ -115,3 +116,45 @@ class Stats:
         """Returns the largest value of `device_bytes` since the last call, and begins anew."""
         peak, self.recent_peak_bytes = self.recent_peak_bytes, self.device_bytes
         return peak
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Bytes and seconds since construction, or between two readings."""
+
+    host_bytes: int = 0
+    """Bytes copied from the device to host memory."""
+    disk_bytes: int = 0
+    """Bytes written from the device to disk."""
+    reloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+    stall_s: float | None = 0.0
+    """None where the device's time is not measured, as `recompute_s`."""
+    recompute_s: float | None = 0.0
+
+    @classmethod
+    def of(cls, stats: Stats) -> Totals:
+        """Reads the counters."""
+        return cls(
+            host_bytes=stats.bytes_host,
+            disk_bytes=stats.bytes_disk,
+            reloaded_bytes=stats.bytes_reloaded,
+            recomputed_bytes=stats.bytes_recomputed,
+            stall_s=stats.stall_s,
+            recompute_s=stats.recompute_s,
+        )
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes copied out of the device."""
+        return self.host_bytes + self.disk_bytes
+
+    def since(self, before: Totals) -> Totals:
+        """Totals between an earlier reading and this one."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return Totals(**{name: _less(getattr(self, name), getattr(before, name)) for name in names})
+
+
+def _less(now: Any, before: Any) -> Any:
+    """Difference; None where either was not measured."""
+    return None if now is None or before is None else now - before

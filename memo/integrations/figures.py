@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import memo
+from memo.swap import Totals
 
 _GIB = 1 << 30
 
@@ -17,11 +18,7 @@ class Counters:
     host: int = 0
     """The most at one time, in bytes, as `disk`."""
     disk: int = 0
-    moved: int = 0
-    """Bytes so far, as `recomputed`."""
-    recomputed: int = 0
-    stalled_s: float | None = 0.0
-    """None: not measured."""
+    totals: Totals = dataclasses.field(default_factory=Totals)
     progress: str = ""
     """State of planning; empty once planning has ended, or without planning."""
 
@@ -29,27 +26,24 @@ class Counters:
     def of(cls, manager: memo.Manager, step: int) -> Counters:
         """Reads the counters after the step of that number."""
         report = manager.report()
-        lower = {use.tier: use for use in report.tiers[1:]}
-        peaks = {str(tier): use.peak_bytes for tier, use in lower.items()}
+        peaks = {str(use.tier): use.peak_bytes for use in report.tiers}
         return cls(
             step=step,
             host=peaks.get("host", 0),
             disk=peaks.get("disk", 0),
-            moved=sum(use.moved_bytes for use in lower.values()),
-            recomputed=manager.stats.bytes_recomputed,
-            stalled_s=None if report.untimed_waits else sum(report.stalls_s.values()),
+            totals=Totals.of(manager.stats),
             progress="" if report.plan is None else report.plan.progress,
         )
 
     def since(self, before: Counters, *, prefix: str) -> dict[str, float]:
         """Entries of a log: peaks since training began, and means of a step since `before`."""
-        steps = self.step - before.step
+        steps, added = self.step - before.step, self.totals.since(before.totals)
         figures = {
             "host_peak_gib": self.host / _GIB,
             "disk_peak_gib": self.disk / _GIB,
-            "moved_gib_per_step": (self.moved - before.moved) / _GIB / steps,
-            "recomputed_gib_per_step": (self.recomputed - before.recomputed) / _GIB / steps,
+            "moved_gib_per_step": added.moved_bytes / _GIB / steps,
+            "recomputed_gib_per_step": added.recomputed_bytes / _GIB / steps,
         }
-        if self.stalled_s is not None and before.stalled_s is not None:
-            figures["stall_ms_per_step"] = 1e3 * (self.stalled_s - before.stalled_s) / steps
+        if added.stall_s is not None:
+            figures["stall_ms_per_step"] = 1e3 * added.stall_s / steps
         return {f"{prefix}{name}": value for name, value in figures.items()}

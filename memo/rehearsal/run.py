@@ -41,7 +41,7 @@ from memo.parallel import fake_group
 from memo.record import checkpoint_layers, make_optimizer, users_errors
 from memo.rehearsal.machine import SimulatedMachine
 from memo.rehearsal.streams import streams_on
-from memo.swap import find_layers
+from memo.swap import Totals, find_layers
 from memo.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -69,47 +69,7 @@ class Way(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Counters of a manager in one step, or so far."""
-
-    host_bytes: int = 0
-    """Most bytes of the host tier so far."""
-    disk_bytes: int = 0
-    moved_bytes: int = 0
-    recompute_s: float = 0.0
-    stall_s: float = 0.0
-    trials: int = 0
-    """Trial replays."""
-
-    @staticmethod
-    def of(manager: Manager, before: Counts) -> Counts:
-        """The counters now, where they were as `before`; bytes in tiers are the most so far."""
-        stats, report = manager.stats, manager.report()
-        peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
-        return Counts(
-            host_bytes=peaks.get(TierName.HOST, 0),
-            disk_bytes=peaks.get(TierName.DISK, 0),
-            moved_bytes=stats.bytes_host + stats.bytes_disk,
-            recompute_s=stats.recompute_s or 0.0,
-            stall_s=stats.stall_s or 0.0,
-            trials=before.trials
-            if report.recompute is None
-            else report.recompute.trials,  # None: nothing is recomputed
-        )
-
-    def since(self, before: Counts) -> Counts:
-        """Counts added since; peaks as they are."""
-        return dataclasses.replace(
-            self,
-            moved_bytes=self.moved_bytes - before.moved_bytes,
-            recompute_s=self.recompute_s - before.recompute_s,
-            stall_s=self.stall_s - before.stall_s,
-            trials=self.trials - before.trials,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedStep(Counts):
+class RehearsedStep:
     """One step."""
 
     number: int
@@ -122,6 +82,14 @@ class RehearsedStep(Counts):
     """True where its plan, or a fixed setting, is the last one."""
     decision: str
     """Planning's state, and why."""
+    host_bytes: int
+    """Most bytes of the host tier so far, as `disk_bytes` of the disk."""
+    disk_bytes: int
+    moved_bytes: int
+    recompute_s: float
+    stall_s: float
+    trials: int
+    """Trial replays."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +289,7 @@ class _Run:
         self._accumulate, self._lengths, self._attach = accumulate, lengths, attach
         self._on_step = on_step
         self._steps: list[RehearsedStep] = []
-        self._counts = Counts()
+        self._totals, self._trials = Totals(), 0
         self._manager: Manager | None = None
         self._static_bytes = self._optimizer_host_bytes = 0
         self._optimizers: tuple[torch.optim.Optimizer | HostOptimizer, ...] = ()
@@ -383,7 +351,6 @@ class _Run:
         tokens = self._lengths[number % len(self._lengths)] if self._lengths else 0
         machine.memory.begin_step()
         begin_ns = clock.host_ns
-        before = self._counts
         for microbatch in range(self._accumulate):
             for module in self._sharded:
                 module.set_requires_gradient_sync(microbatch == self._accumulate - 1, recurse=False)
@@ -394,9 +361,14 @@ class _Run:
         if not self._optimizers:
             self._step.model.zero_grad(set_to_none=True)
         clock.finish()
+        peaks: dict[TierName, int] = {}
+        totals, trials = self._totals, self._trials
         if manager is not None:
-            self._counts = Counts.of(manager, before)
-        found = self._counts.since(before)
+            report = manager.report()
+            peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
+            totals = Totals.of(manager.stats)
+            trials = trials if report.recompute is None else report.recompute.trials  # None: nothing is recomputed
+        added = totals.since(self._totals)
         step = RehearsedStep(
             number=number,
             tokens=tokens,
@@ -404,8 +376,14 @@ class _Run:
             device_bytes=machine.memory.step_peak,
             is_settled=self._is_settled(),
             decision="" if manager is None else _decision(manager),
-            **dataclasses.asdict(found),
+            host_bytes=peaks.get(TierName.HOST, 0),
+            disk_bytes=peaks.get(TierName.DISK, 0),
+            moved_bytes=added.moved_bytes,
+            recompute_s=added.recompute_s or 0.0,
+            stall_s=added.stall_s or 0.0,
+            trials=trials - self._trials,
         )
+        self._totals, self._trials = totals, trials
         self._steps.append(step)
         plan = None if manager is None else manager.plan
         if plan is not None and plan not in self._plans[-1:]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 
 from memo.allocator import memory_stats
@@ -16,7 +13,7 @@ from memo.gpt.train_config import Precision
 from memo.machine import run_peak_rss_bytes
 from memo.manager import Manager
 from memo.mip.inputs import peak_flops
-from memo.swap import total_host_bytes
+from memo.swap import Totals, total_host_bytes
 
 
 class StepMeter:
@@ -54,16 +51,16 @@ class StepMeter:
         self._peak = None if one is None else one * devices
         self._manager = manager
         self._alpha = alpha
-        self._last = _Counters.of(manager)
+        self._last = self._totals()
 
     def measure(
         self, result: StepResult, eval_loss: float | None = None, *, skipped_steps: int = 0
     ) -> tuple[StepMetrics, StepUsage]:
         """Metrics of the step since the last call, and the memory figures of its line of text."""
-        now = _Counters.of(self._manager)
-        moved, self._last = now - self._last, now
+        now = self._totals()
+        moved, self._last = now.since(self._last), now
         rate = result.tokens / result.duration_s
-        model_full, model_causal, hardware = self._utilisation(rate, recomputed=moved.recomputed > 0)
+        model_full, model_causal, hardware = self._utilisation(rate, recomputed=moved.recomputed_bytes > 0)
         exchange = result.exchange
         rss, device_peak = run_peak_rss_bytes(), self._device_peak()
         metrics = StepMetrics(
@@ -76,11 +73,11 @@ class StepMeter:
             hfu=hardware,
             peak_device_bytes=device_peak,
             peak_rss_bytes=rss,
-            host_bytes=moved.host,
-            disk_bytes=moved.disk,
-            d2h_bytes_per_s=(moved.host + moved.disk) / result.duration_s,
-            h2d_bytes_per_s=moved.reloaded / result.duration_s,
-            disk_bytes_per_s=moved.disk / result.duration_s,
+            host_bytes=moved.host_bytes,
+            disk_bytes=moved.disk_bytes,
+            d2h_bytes_per_s=moved.moved_bytes / result.duration_s,
+            h2d_bytes_per_s=moved.reloaded_bytes / result.duration_s,
+            disk_bytes_per_s=moved.disk_bytes / result.duration_s,
             stall_s=moved.stall_s,
             recompute_s=moved.recompute_s,
             eval_loss=eval_loss,
@@ -97,6 +94,9 @@ class StepMeter:
             offloads=self._manager is not None,
         )
         return metrics, usage
+
+    def _totals(self) -> Totals:
+        return Totals() if self._manager is None else Totals.of(self._manager.stats)
 
     def _utilisation(self, rate: float, *, recomputed: bool) -> tuple[float | None, float | None, float | None]:
         """Utilisations mfu_full, mfu_causal and hfu (`memo.gpt.arithmetic.flops`); None where not known."""
@@ -118,45 +118,6 @@ class StepMeter:
         if self._device.type == "cuda":
             return torch.cuda.get_device_properties(self._device).total_memory
         return total_host_bytes()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Counters:
-    """Reading of the manager's cumulative counters; all zero without a manager."""
-
-    host: int = 0
-    disk: int = 0
-    reloaded: int = 0
-    recomputed: int = 0
-    stall_s: float | None = 0.0
-    recompute_s: float | None = 0.0
-
-    @classmethod
-    def of(cls, manager: Manager | None) -> _Counters:
-        if manager is None:
-            return cls()
-        stats = manager.stats
-        return cls(
-            host=stats.bytes_host,
-            disk=stats.bytes_disk,
-            reloaded=stats.bytes_reloaded,
-            recomputed=stats.bytes_recomputed,
-            stall_s=stats.stall_s,
-            recompute_s=stats.recompute_s,
-        )
-
-    def __sub__(self, earlier: _Counters) -> _Counters:
-        return _Counters(
-            **{
-                field.name: _less(getattr(self, field.name), getattr(earlier, field.name))
-                for field in dataclasses.fields(self)
-            }
-        )
-
-
-def _less(now: Any, before: Any) -> Any:
-    """Difference; None where either was not measured."""
-    return None if now is None or before is None else now - before
 
 
 def _known_peak(device: torch.device, precision: Precision) -> float | None:
