@@ -15,6 +15,7 @@ import torch
 
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
 from memo.allocator.planned_allocator import PlannedAllocator
+from memo.allocator.step import MemoryCounters
 from memo.errors import AllocatorError, UsageError
 from memo.module_hooks import own_hook
 from memo.nested import leaves_of
@@ -116,37 +117,11 @@ def _cuda_runtime() -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryStats:
-    """Device memory of this process, under torch's or the planned allocator."""
+class MemoryStats(MemoryCounters):
+    """Device memory of this process, under torch's or the planned allocator; torch's has no arena and no plan."""
 
     allocator: Literal["planned", "torch", "none"]
     """`none` without a GPU; all numbers are then 0."""
-    device_bytes: int = 0
-    """Device memory of this process: what is allocated, and under the planned allocator also what is free in the arena."""
-    peak_device_bytes: int = 0
-    """The most since the process began. No restart of peaks, by planning or by the program, changes it; under torch's
-    allocator as far as memo read the counter before torch's own restart."""
-    allocated_bytes: int = 0
-    peak_allocated_bytes: int = 0
-    """The most since the peaks were restarted, which planning does at the layer boundaries of the steps it measures."""
-    reserved_bytes: int = 0
-    """Bytes taken from the device."""
-    peak_reserved_bytes: int = 0
-    device_mallocs: int = 0
-    """cudaMalloc calls."""
-    arena_bytes: int = 0
-    arena_used_bytes: int = 0
-    peak_arena_used_bytes: int = 0
-    planned: int = 0
-    """Requests served at their planned address."""
-    outside: int = 0
-    """Requests served by the pool by plan: they outlive their step, or several streams use them."""
-    fallbacks: int = 0
-    """Requests served by the pool against the plan."""
-    rescues: int = 0
-    """Requests served from free space of the arena when the device was full."""
-    fallback_bytes: int = 0
-    divergent_steps: int = 0
 
     def __str__(self) -> str:
         if self.allocator == "none":
@@ -223,9 +198,7 @@ def restart_peaks(device: torch.device | int | None = None) -> None:
 
 
 def _planned_stats(native: Native, device: torch.device | int | None) -> MemoryStats:
-    counters = native.counters(_index(device))
-    names = [field.name for field in dataclasses.fields(MemoryStats) if field.name != "allocator"]
-    return MemoryStats(allocator="planned", **{name: getattr(counters, name) for name in names})
+    return MemoryStats(allocator="planned", **dataclasses.asdict(native.counters(_index(device))))
 
 
 def memory_share(device: torch.device) -> float:

@@ -102,33 +102,38 @@ class StepSummary:
 class MemoryCounters:
     """Counters of the allocator, in the order of `Stats` in counters.h: bytes, then numbers of calls."""
 
-    allocated_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int
+    allocated_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    """The most since the peaks were restarted, which planning does at the layer boundaries of the steps it measures."""
+    reserved_bytes: int = 0
     """Bytes taken from the device: the arena, and the pool with its free memory."""
-    peak_reserved_bytes: int
-    device_bytes: int
-    """Bytes of the arena, used or free, and of the blocks outside it."""
-    peak_device_bytes: int
-    """The most since the start; `reset_peaks` does not restart it."""
-    arena_bytes: int
-    arena_used_bytes: int
-    peak_arena_used_bytes: int
-    requests: int
-    frees: int
-    planned: int
-    outside: int
-    fallbacks: int
-    fallback_bytes: int
-    divergences: int
-    divergent_steps: int
-    unknown_frees: int
-    rescues: int
+    peak_reserved_bytes: int = 0
+    device_bytes: int = 0
+    """Device memory of this process: what is allocated, and under the planned allocator also what is free in the arena."""
+    peak_device_bytes: int = 0
+    """The most since the process began. No restart of peaks, by planning or by the program, changes it; under torch's
+    allocator as far as memo read the counter before torch's own restart."""
+    arena_bytes: int = 0
+    arena_used_bytes: int = 0
+    peak_arena_used_bytes: int = 0
+    requests: int = 0
+    frees: int = 0
+    planned: int = 0
+    """Requests served at their planned address."""
+    outside: int = 0
+    """Requests served by the pool by plan: they outlive their step, or several streams use them."""
+    fallbacks: int = 0
+    """Requests served by the pool against the plan."""
+    fallback_bytes: int = 0
+    divergences: int = 0
+    divergent_steps: int = 0
+    unknown_frees: int = 0
+    rescues: int = 0
     """Requests served from free space of the arena when the device was full."""
-    out_of_memory: int
-    arena_mallocs: int
+    out_of_memory: int = 0
+    arena_mallocs: int = 0
     """cudaMalloc calls for the arena."""
-    device_mallocs: int
+    device_mallocs: int = 0
     """All cudaMalloc calls."""
-    pool_mallocs: int
+    pool_mallocs: int = 0
     """Requests to the pool."""
