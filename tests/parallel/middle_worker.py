@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.gpt import GPTConfig, Precision, preset
-from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
+from memo.gpt.arithmetic.block_bytes import BlockFigures, ElementSizes
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train import ParallelTrainer
 from memo.parallel import Layout, World, join
@@ -89,7 +89,7 @@ def check(name: str) -> None:
     precision = Precision.BF16_AUTOCAST if "autocast" in name else Precision.FP32
     layout, model, _ = layout_of(name.replace("_autocast", ""))
     shape = preset("tiny", **(SHAPE | model))
-    block = BlockBytes.of(
+    block = BlockFigures(
         shape,
         SEQ,
         ElementSizes.of(precision),
@@ -97,7 +97,7 @@ def check(name: str) -> None:
         tp=layout.tp,
         cp=layout.cp,
         rings=layout.rings(shape),
-    )
+    ).block()
     plain, _ = measured(shape, layout, precision, 1.0)
     exchanges = 0 if layout.rings(shape) else 4  # what goes around a ring goes within attention
     at_matmuls = Counts(alltoall_base_=round(exchanges * block.exchanges_again_at_matmuls))

@@ -25,7 +25,7 @@ from equality_worker import CPU, layout_of, training
 import memo
 from memo.gpt import MoeConfig, Precision, preset
 from memo.gpt.arithmetic.block_bytes import ElementSizes
-from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
+from memo.gpt.arithmetic.mixture_bytes import SKEW, MixtureFigures
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.experts import Router
 from memo.gpt.train import ParallelTrainer
@@ -90,7 +90,7 @@ class SkewedRouters:
 def planned_nbytes(layout: Layout) -> int:
     """Bytes that a plan has room for on a rank: of all layers but the last, whose backward comes next."""
     tokens = ROWS // layout.dp * SEQ // layout.tp
-    block = mixture_block(SHAPE, SEQ, ElementSizes.of(Precision.FP32), tp=layout.tp, ep=layout.ep, skew=SKEW)
+    block = MixtureFigures(SHAPE, SEQ, ElementSizes.of(Precision.FP32), tp=layout.tp, ep=layout.ep, skew=SKEW).block()
     return (LAYERS - 1) * (int(tokens * (block.always + block.all)) + PAGES)
 
 

@@ -141,33 +141,6 @@ class BlockBytes:
     coded: Coded
     """Values of it that a codec may code."""
 
-    @classmethod
-    def of(
-        cls,
-        config: GPTConfig,
-        tokens: int,
-        sizes: ElementSizes,
-        *,
-        batch: int = 1,
-        tp: int = 1,
-        cp: int = 1,
-        rings: bool = False,
-        window: int | None = None,
-    ) -> BlockBytes:
-        """Figures of a layer, by the letters of the module's docstring.
-
-        Args:
-            config: the model.
-            tokens: length of the whole sequence, which attention sees.
-            sizes: bytes per element.
-            batch: sequences in a microbatch.
-            tp: ranks of tensor parallelism.
-            cp: ranks of context parallelism.
-            rings: whether these attend in a ring.
-            window: tokens that each one attends to, fewer than `tokens`; None is all of them.
-        """
-        return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings, window=window).block()
-
 
 class RecomputeInParts(NamedTuple):
     """A recompute of which one part makes attention's tensors again, one the MLP's (memo.swap.recompute.parts)."""
@@ -186,19 +159,30 @@ def _spared(nbytes: float, itemsize: int) -> float:
 
 
 class BlockFigures:
-    """Computation of a Block; attributes are the letters of the module's docstring."""
+    """Computation of a layer's figures; attributes are the letters of the module's docstring.
+
+    Args:
+        config: the model.
+        tokens: length of the whole sequence, which attention sees.
+        sizes: bytes per element.
+        batch: sequences in a microbatch.
+        tp: ranks of tensor parallelism.
+        cp: ranks of context parallelism.
+        rings: whether these attend in a ring.
+        window: tokens that each one attends to, fewer than `tokens`; None is all of them.
+    """
 
     def __init__(
         self,
         config: GPTConfig,
-        sizes: ElementSizes,
         tokens: int,
-        batch: int,
-        tp: int,
-        cp: int,
+        sizes: ElementSizes,
         *,
-        rings: bool,
-        window: int | None,
+        batch: int = 1,
+        tp: int = 1,
+        cp: int = 1,
+        rings: bool = False,
+        window: int | None = None,
     ) -> None:
         self.config, self.sizes, self.tokens, self.batch, self.tp, self.cp = config, sizes, tokens, batch, tp, cp
         self.h, self.f = config.hidden * sizes.product, config.ffn * sizes.product

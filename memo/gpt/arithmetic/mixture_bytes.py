@@ -27,50 +27,31 @@ SKEW = 1.25
 to balance; what a step has beyond it moves, as everything that does not fit."""
 
 
-def mixture_block(
-    config: GPTConfig,
-    tokens: int,
-    sizes: ElementSizes,
-    *,
-    batch: int = 1,
-    tp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    rings: bool = False,
-    apart: bool = False,
-    skew: float = SKEW,
-    window: int | None = None,
-) -> BlockBytes:
-    """Figures of a layer with experts.
+class MixtureFigures(BlockFigures):
+    """Computation of a layer whose MLP is a mixture; as a dense layer's, its `f` is that of the shared experts.
 
-    Args as for `Block.of`; `apart`: weights of router and experts are sharded apart from the layer's, so that they are
-    gathered within it. `skew` has no meaning with one expert-parallel rank, which gets its own rows.
+    Args as of `BlockFigures`; `ep`: ranks that divide the experts; `apart`: weights of router and experts are sharded apart
+    from the layer's, so that they are gathered within it. `skew` has no meaning with one expert-parallel rank, which gets
+    its own rows.
     """
-    return _MixtureFigures(
-        config, sizes, tokens, batch, tp, cp, rings=rings, window=window, ep=ep, apart=apart, skew=skew
-    ).block()
-
-
-class _MixtureFigures(BlockFigures):
-    """Computation of a Block whose MLP is a mixture; as a dense layer's, its `f` is that of the shared experts."""
 
     def __init__(
         self,
         config: GPTConfig,
-        sizes: ElementSizes,
         tokens: int,
-        batch: int,
-        tp: int,
-        cp: int,
+        sizes: ElementSizes,
         *,
-        rings: bool,
-        window: int | None,
-        ep: int,
-        apart: bool,
-        skew: float,
+        batch: int = 1,
+        tp: int = 1,
+        cp: int = 1,
+        rings: bool = False,
+        window: int | None = None,
+        ep: int = 1,
+        apart: bool = False,
+        skew: float = SKEW,
     ) -> None:
         assert config.moe is not None
-        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings, window=window)
+        super().__init__(config, tokens, sizes, batch=batch, tp=tp, cp=cp, rings=rings, window=window)
         self.moe = moe = config.moe
         self.tiled, self.f = False, moe.shared_hidden * sizes.product
         self.narrow = (moe.bottleneck or config.hidden) * sizes.product

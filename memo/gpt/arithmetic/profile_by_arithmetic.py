@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.adapter_bytes import AdapterBytes
-from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, Coded, ElementSizes
+from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, BlockFigures, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
@@ -30,7 +30,7 @@ from memo.gpt.arithmetic.flops import (
     parameter_count,
 )
 from memo.gpt.arithmetic.layout import StepLayout
-from memo.gpt.arithmetic.mixture_bytes import mixture_block
+from memo.gpt.arithmetic.mixture_bytes import MixtureFigures
 from memo.gpt.arithmetic.optimizers import Optimizer, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
@@ -276,8 +276,8 @@ def _layer(
     tp, cp, rings = layout.tp, layout.cp, step.rings
     # As memo train shards experts: over ranks with the same ones, and all that have different tokens.
     gathered_within = tp > 1 or layout.ep > 1
-    block_of = functools.partial(mixture_block, ep=layout.ep, apart=gathered_within) if experts else BlockBytes.of
-    block = block_of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings, window=window)
+    figures = functools.partial(MixtureFigures, ep=layout.ep, apart=gathered_within) if experts else BlockFigures
+    block = figures(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings, window=window).block()
     products_s = tokens / machine.product_flops_per_s
     memory_s = tokens / machine.elementwise_bytes_per_s
     keys = min(layout.tokens if window is None else window, layout.tokens / (layout.cp if rings else 1))

@@ -21,7 +21,7 @@ from recorded_layers import (
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from memo.gpt import GPTConfig, Precision
-from memo.gpt.arithmetic.block_bytes import ALIGNED, BlockBytes, ElementSizes
+from memo.gpt.arithmetic.block_bytes import ALIGNED, BlockBytes, BlockFigures, ElementSizes
 from memo.gpt.model import GPT, tiled_mlp
 from memo.parallel import Layout
 
@@ -39,7 +39,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def block_of(config: GPTConfig, precision: Precision, layout: Layout, batch: int = 1) -> BlockBytes:
-    return BlockBytes.of(config, TOKENS, ElementSizes.of(precision), batch=batch, tp=layout.tp, cp=layout.cp)
+    return BlockFigures(config, TOKENS, ElementSizes.of(precision), batch=batch, tp=layout.tp, cp=layout.cp).block()
 
 
 def cases() -> list[Any]:
@@ -148,5 +148,5 @@ def test_the_first_half_of_a_split_backward_leaves_as_many_gradients(
         for gradient in gradients or ()
         if isinstance(gradient, torch.Tensor)
     }
-    block = BlockBytes.of(config, tokens, ElementSizes.of(precision), batch=batch)
+    block = BlockFigures(config, tokens, ElementSizes.of(precision), batch=batch).block()
     assert sum(storage.nbytes() for storage in waiting) == LAYERS * block.between * batch * tokens

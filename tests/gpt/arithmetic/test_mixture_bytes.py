@@ -12,7 +12,7 @@ from recorded_layers import TOKENS, assert_points_are_bounded, costs_of, recorde
 
 from memo.gpt import GPTConfig, MoeConfig, Precision
 from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
-from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
+from memo.gpt.arithmetic.mixture_bytes import SKEW, MixtureFigures
 from memo.gpt.model import Experts
 from memo.parallel import Layout
 
@@ -35,7 +35,7 @@ def mixed(moe: dict[str, int], **others: Any) -> GPTConfig:
 
 def block_of(config: GPTConfig, precision: Precision, layout: Layout, *, skew: float = 1.0) -> BlockBytes:
     sizes = ElementSizes.of(precision)
-    return mixture_block(config, TOKENS, sizes, tp=layout.tp, cp=layout.cp, ep=layout.ep, skew=skew)
+    return MixtureFigures(config, TOKENS, sizes, tp=layout.tp, cp=layout.cp, ep=layout.ep, skew=skew).block()
 
 
 @pytest.fixture(autouse=True)

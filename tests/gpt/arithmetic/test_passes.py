@@ -13,7 +13,7 @@ import torch
 from memo.allocator import BytelessMode
 from memo.gpt import GPTConfig, Precision, preset
 from memo.gpt.arithmetic import derive_profile
-from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
+from memo.gpt.arithmetic.block_bytes import BlockFigures, ElementSizes
 from memo.gpt.arithmetic.layout import StepLayout
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
@@ -76,7 +76,7 @@ def counted(config: GPTConfig, precision: Precision) -> Passes:
 )
 def test_passes_and_kernels_are_those_that_the_layer_runs(changes: dict[str, Any], precision: Precision) -> None:
     config = dataclasses.replace(GPT2, **changes)
-    block, passes = BlockBytes.of(config, TOKENS, ElementSizes.of(precision)), counted(config, precision)
+    block, passes = BlockFigures(config, TOKENS, ElementSizes.of(precision)).block(), counted(config, precision)
     # What is left out is casts of weights, which do not grow with the tokens, and rotary tables.
     assert block.elementwise * TOKENS == pytest.approx(passes.nbytes["forward"], rel=0.02)
     assert block.elementwise_backward * TOKENS == pytest.approx(passes.nbytes["backward"], rel=0.02)

@@ -12,7 +12,7 @@ from recorded_layers import TOKENS, costs_of, recorded, second_statistics, shape
 from memo.errors import UsageError
 from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, Precision, preset
 from memo.gpt.arithmetic import StepLayout, derive_profile
-from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
+from memo.gpt.arithmetic.block_bytes import BlockBytes, BlockFigures, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token
 from memo.mip.inputs import hardware_preset
 from memo.parallel import Layout
@@ -28,7 +28,7 @@ def local(**others: Any) -> GPTConfig:
 
 
 def block_of(config: GPTConfig, precision: Precision, layout: Layout) -> BlockBytes:
-    return BlockBytes.of(config, TOKENS, ElementSizes.of(precision), tp=layout.tp, cp=layout.cp, window=WINDOW)
+    return BlockFigures(config, TOKENS, ElementSizes.of(precision), tp=layout.tp, cp=layout.cp, window=WINDOW).block()
 
 
 CASES = [
