@@ -44,7 +44,6 @@ from memo.mip.inputs import (
     LayerProfile,
     Profile,
     Role,
-    Signature,
     StaticBytes,
 )
 from memo.swap import comparing_nbytes
@@ -274,15 +273,7 @@ class HuggingFaceModel:
         whole = step if layout.tp == 1 else self.recorded(machine, tokens=tokens, batch=layout.batch)
         flops = dataclasses.replace(of_rank, short=self._short, step=whole).model_flops()
         return Profile(
-            signature=Signature(
-                model=name or self.name,
-                batch=layout.batch,
-                tokens=layout.tokens,
-                dtype=str(self._precision),
-                tp=layout.tp,
-                cp=layout.cp,
-                pp=layout.pp,
-            ),
+            signature=layout.signature(model=name or self.name, dtype=str(self._precision), heads=0),
             role=Role.DERIVED,
             classes=classes,
             layers=of_rank.layers,

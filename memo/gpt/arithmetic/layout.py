@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import UsageError
-from memo.mip.inputs import RankGroup
+from memo.mip.inputs import RankGroup, Signature
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,12 @@ class StepLayout:
     def layers_of_stage(self, layers: int) -> int:
         """Layers of a stage, of `layers` in all."""
         return self.stage_layers or -(-layers // self.pp)
+
+    def signature(self, *, model: str, dtype: str, heads: int) -> Signature:
+        """The step as a profile names it; a model of no heads attends in no ring."""
+        sizes = {name: getattr(self, name) for name in ("batch", "tokens", "tp", "cp", "pp", "ep")}
+        overlaps, ring = len(self.halves) > 1, heads > 0 and self.rings(heads)
+        return Signature(model=model, dtype=dtype, ring=ring, tp_overlap=overlaps, **sizes)
 
     @property
     def stage_gpus(self) -> int:

@@ -53,7 +53,6 @@ from memo.mip.inputs import (
     PointProfile,
     Profile,
     Role,
-    Signature,
     StaticBytes,
     checking_nbytes,
 )
@@ -118,18 +117,6 @@ def derive_profile(
         smallest_of_ends=config.hidden,
     )
     weights = RankWeights(machine, layout, training)
-    signature = Signature(
-        model=name,
-        batch=layout.batch,
-        tokens=layout.tokens,
-        dtype=str(precision),
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
-        ring=layout.rings(config.heads),
-        ep=layout.ep,
-        tp_overlap=len(layout.halves) > 1,
-    )
     sizes = ElementSizes.of(precision)
     table = config.vocab_size * config.hidden / layout.tp
     rows = RowExchange.of(config, weights, accumulate=accumulate, held=weights.end_static(table))
@@ -175,7 +162,7 @@ def derive_profile(
     head = ends.head()
     head = dataclasses.replace(head, static=head.static + weights.in_flight(trained_here, largest=largest))
     return Profile(
-        signature=signature,
+        signature=layout.signature(model=name, dtype=str(precision), heads=config.heads),
         role=Role.DERIVED,
         classes=tuple(planned),
         layers=tuple(classes[kind].name for kind in kinds),
