@@ -44,17 +44,9 @@ def points_of(costs: LayerCosts, *, again_flops: float | None = None) -> tuple[P
         again = again_flops if point.name == ATTENTION and again_flops is not None else point.recompute_flops
         if found and point.saved_bytes >= found[-1].saved_bytes:
             continue
-        found.append(
-            PointProfile(
-                name=point.name,
-                saved_bytes=point.saved_bytes,
-                beside_bytes=min(point.beside_bytes, point.saved_bytes) if found else 0,
-                recompute_s=point.recompute_s,
-                recompute_flops=again,
-                held_bytes=point.held_bytes,
-                absent_bytes=point.absent_bytes,
-            )
-        )
+        beside = min(point.beside_bytes, point.saved_bytes) if found else 0
+        known = {**dataclasses.asdict(point), "beside_bytes": beside, "recompute_flops": again}
+        found.append(PointProfile(**known))
     return tuple(found)
 
 
