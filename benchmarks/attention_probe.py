@@ -37,7 +37,7 @@ def probe_attention(config: GPTConfig, device: torch.device, dtype: torch.dtype)
     A kernel that refuses in backward, too late for a model to turn to the next, is refused for the whole process here.
     """
     while True:
-        kind = AttentionKind.of(
+        kind = AttentionKind(
             device=device, dtype=dtype, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim
         )
         choice = choose(kind)

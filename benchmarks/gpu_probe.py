@@ -181,7 +181,7 @@ def attention(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
     from memo.gpt.model.attention_kernel import AttentionKind, choose
 
-    kind = AttentionKind.of(device=device, dtype=torch.bfloat16, heads=8, kv_heads=8, head_dim=128)
+    kind = AttentionKind(device=device, dtype=torch.bfloat16, heads=8, kv_heads=8, head_dim=128)
     before = torch.are_deterministic_algorithms_enabled()
     found = {}
     try:

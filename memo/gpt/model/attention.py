@@ -119,7 +119,7 @@ def _with_fallback(
     if torch.compiler.is_compiling():  # a graph has the kernel that it was compiled with
         kernel, repeats = _choice_of(query.device, query.dtype, heads, key.shape[2], head_dim, local)
         return run(KernelChoice(kernel=_BY_NAME[kernel], repeats=repeats))
-    kind = AttentionKind.of(
+    kind = AttentionKind(
         device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim, local=local
     )
     while True:
@@ -142,7 +142,7 @@ def _choice_of(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool
 ) -> tuple[str, bool]:
     """Name of the chosen kernel and whether it repeats heads: of a constant's members a graph cannot be sure."""
-    kind = AttentionKind.of(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local)
+    kind = AttentionKind(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local)
     choice = choose(kind)
     return choice.kernel.value, choice.repeats
 

@@ -58,9 +58,20 @@ _BACKENDS = {
 }
 
 
+def _enabled() -> tuple[Kernel, ...]:
+    """Kernels that torch's settings allow, which apply to the CPU, too."""
+    cuda = torch.backends.cuda
+    allowed = {
+        Kernel.CUDNN: cuda.cudnn_sdp_enabled(),
+        Kernel.FLASH: cuda.flash_sdp_enabled(),
+        Kernel.EFFICIENT: cuda.mem_efficient_sdp_enabled(),
+    }
+    return tuple(kernel for kernel, yes in allowed.items() if yes)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """Properties that decide the kernel. The last two are torch's settings; a change of them is another kind."""
+    """Properties that decide the kernel. The last two are torch's current settings; a change of them is another kind."""
 
     device: torch.device
     dtype: torch.dtype
@@ -69,30 +80,8 @@ class AttentionKind:
     head_dim: int
     local: bool = False
     """To a window, shorter than the sequence."""
-    deterministic: bool
-    enabled: tuple[Kernel, ...]
-
-    @classmethod
-    def of(
-        cls, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool = False
-    ) -> AttentionKind:
-        """Kind of these tensors under torch's current settings."""
-        cuda = torch.backends.cuda  # these settings apply to the CPU, too
-        allowed = {
-            Kernel.CUDNN: cuda.cudnn_sdp_enabled(),
-            Kernel.FLASH: cuda.flash_sdp_enabled(),
-            Kernel.EFFICIENT: cuda.mem_efficient_sdp_enabled(),
-        }
-        return cls(
-            device=device,
-            dtype=dtype,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            local=local,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            enabled=tuple(kernel for kernel, yes in allowed.items() if yes),
-        )
+    deterministic: bool = dataclasses.field(default_factory=torch.are_deterministic_algorithms_enabled)
+    enabled: tuple[Kernel, ...] = dataclasses.field(default_factory=_enabled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -326,7 +326,7 @@ class _Run:
         if layout.rings(shape):
             return f"{Kernel.FLASH.value}, around a ring of {layout.cp}"
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
-        kind = AttentionKind.of(
+        kind = AttentionKind(
             device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim
         )
         documents = "" if shape.end_of_document is None else ", within documents"

@@ -114,7 +114,7 @@ def test_a_later_token_changes_nothing_earlier() -> None:
 
 def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: Any) -> AttentionKind:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} | others
-    return AttentionKind.of(device=torch.device(device), dtype=dtype, **shape)
+    return AttentionKind(device=torch.device(device), dtype=dtype, **shape)
 
 
 @pytest.fixture
@@ -439,7 +439,7 @@ def test_a_model_whose_kernel_refuses_trains_on_with_the_next_bit_for_bit() -> N
         pytest.skip("no CUDA GPU")
     torch.manual_seed(0)
     model = GPT(preset("tiny", layers=3, max_seq=256), device="cuda", dtype=torch.bfloat16)
-    kind = AttentionKind.of(device=model.tokens.weight.device, dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=64)
+    kind = AttentionKind(device=model.tokens.weight.device, dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=64)
     first = choose(kind).kernel
     if first not in (Kernel.CUDNN, Kernel.FLASH):
         pytest.skip(f"{first.value} is not torch's")

@@ -203,7 +203,7 @@ def test_it_is_kept_as_attention_is_and_saves_the_bytes_of_full_attention() -> N
 def test_a_gpus_half_precision_is_by_a_kernel_with_a_window_and_all_else_in_blocks() -> None:
     def chosen(device: str, dtype: torch.dtype, head_dim: int = 64) -> KernelChoice:
         shape = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "local": True}
-        return choose(AttentionKind.of(device=torch.device(device), dtype=dtype, **shape))
+        return choose(AttentionKind(device=torch.device(device), dtype=dtype, **shape))
 
     blocks = KernelChoice(kernel=Kernel.BLOCKS)
     assert chosen("cpu", torch.float32) == chosen("cpu", torch.bfloat16) == blocks
