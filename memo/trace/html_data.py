@@ -32,6 +32,7 @@ from memo.trace.device_memory import OWNED, device_stack
 from memo.trace.format import without_folders
 from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, TraceReport
+from memo.trace.stats import COPY_LANES, issue_times, queued_bytes
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, residency_changes
 
 FORMAT = "memo-trace-page"
@@ -145,6 +146,7 @@ class _RankColumns:
             "lives": self._life_columns(),
             "stalls": self._stall_columns(),
             "tiers": [self._tier_columns(tier) for tier in TierName],
+            "queues": self._queue_columns(),
             "owned": self._owned_columns(),
             "notes": [
                 {
@@ -251,6 +253,17 @@ class _RankColumns:
             "counter_nbytes": [nbytes for _, nbytes in counters],
         }
 
+    def _queue_columns(self) -> list[dict[str, Any]]:
+        """Bytes of each lane whose copies were issued and had not ended, from each time on."""
+        issued, found = issue_times(self._one.trace.events), []
+        for lane in COPY_LANES:
+            queue = queued_bytes(lane, (span for span in self._spans if span.lane is lane), issued)
+            if self._quantum:
+                queue = list(_highest(queue, self._quantum))
+            columns = {"t": self._times(t for t, _ in queue), "nbytes": [nbytes for _, nbytes in queue]}
+            found.append({"lane": _LANES[lane], **columns})
+        return found
+
     def _owned_columns(self) -> dict[str, Any]:
         """The largest tensors of each owner, once each, as last seen."""
         named = {(event.owner, event.module): event for event in self._owned}.values()
@@ -321,5 +334,9 @@ def _summed(changes: Sequence[tuple[int, int, int]], quantum: int) -> Iterator[t
 
 
 def _highest(counters: Sequence[tuple[int, int]], quantum: int) -> Iterator[tuple[int, int]]:
+    """The highest value within each quantum, and the last one."""
     for bucket, group in itertools.groupby(counters, key=lambda counter: counter[0] // quantum):
-        yield bucket * quantum, max(nbytes for _, nbytes in group)
+        values = [nbytes for _, nbytes in group]
+        yield bucket * quantum, max(values)
+        if values[-1] < max(values):
+            yield (bucket + 1) * quantum - 1, values[-1]

@@ -38,6 +38,7 @@ from memo.trace.intervals import Interval, intersection, length, subtraction, un
 from memo.trace.reader import Trace
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, lifetimes_of, residency_changes
 
+IssueTimes = Mapping[tuple[TensorState, int], Sequence[int]]
 COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
 MOST_OF_LINK = 1.1
@@ -130,12 +131,9 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
     collectives: list[Stall] = []
     uses: list[StorageUse] = []
     counters: dict[TierName, int] = {}
-    issued: dict[tuple[TensorState, int], list[int]] = collections.defaultdict(list)
     for event in events:
         if isinstance(event, Span):
             spans[event.lane].append(event)
-        elif isinstance(event, StateChange):
-            issued[event.to, event.id].append(event.t)
         elif isinstance(event, Stall):
             (collectives if event.cause is StallCause.COLLECTIVE else stalls).append(event)
         elif isinstance(event, StorageUse):
@@ -152,6 +150,7 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
     hidden = length(intersection(copying, running))
     duration = window[1] - window[0]
     added = length(union([*waits, *recompute]))
+    issued = issue_times(events)
     links = _naturals_by(Lane, trace.meta.get("link_bytes_per_s"))
     return StepStats(
         rank=trace.rank,
@@ -202,7 +201,7 @@ def _percent(part: int, whole: int) -> float | None:
 def _lane_stats(
     lane: Lane,
     spans: Sequence[Span],
-    issued: Mapping[tuple[TensorState, int], Sequence[int]],
+    issued: IssueTimes,
     running: Sequence[Interval],
     forward: Sequence[Interval],
     backward: Sequence[Interval],
@@ -222,21 +221,31 @@ def _lane_stats(
         forward_busy_percent=_percent(length(intersection(busy, forward)), length(forward)),
         backward_busy_percent=_percent(length(intersection(busy, backward)), length(backward)),
         bytes_per_s=reached,
-        queue_nbytes=_most_queued(lane, spans, issued),
+        queue_nbytes=max((nbytes for _, nbytes in queued_bytes(lane, spans, issued)), default=0),
         link_bytes_per_s=link,
     )
 
 
-def _most_queued(lane: Lane, spans: Sequence[Span], issued: Mapping[tuple[TensorState, int], Sequence[int]]) -> int:
-    """Most bytes at one time whose copy was issued, by the latest such state of the storage, and had not ended."""
+def issue_times(events: Iterable[Event]) -> IssueTimes:
+    """Times at which each storage changed its state, by the state and the storage."""
+    found: dict[tuple[TensorState, int], list[int]] = collections.defaultdict(list)
+    for event in events:
+        if isinstance(event, StateChange):
+            found[event.to, event.id].append(event.t)
+    return found
+
+
+def queued_bytes(lane: Lane, spans: Iterable[Span], issued: IssueTimes) -> list[tuple[int, int]]:
+    """Times, and bytes from then on whose copy was issued, by the latest such state of the storage, and had not ended."""
     state = TensorState.LEAVING if lane in (Lane.D2H, Lane.DISK_WRITE) else TensorState.RETURNING
-    changes: list[tuple[int, int]] = []
+    changes: dict[int, int] = collections.defaultdict(int)
     for span in spans:
         times = issued.get((state, -1 if span.id is None else span.id), ())
         place = bisect.bisect_right(times, span.t)
-        nbytes = span.nbytes or 0
-        changes += [(times[place - 1] if place else span.t, nbytes), (span.t + span.d, -nbytes)]
-    return max(itertools.accumulate(delta for _, delta in sorted(changes)), default=0)
+        changes[times[place - 1] if place else span.t] += span.nbytes or 0
+        changes[span.t + span.d] -= span.nbytes or 0
+    ordered = sorted(changes)
+    return list(zip(ordered, itertools.accumulate(changes[t] for t in ordered), strict=True))
 
 
 def _stall_stats(stalls: Sequence[Stall]) -> tuple[StallStats, ...]:

@@ -247,6 +247,30 @@ def test_a_large_trace_is_thinned_said_and_keeps_its_figures_bytes_and_stalls(ru
         assert sum(columns["delta"]) == sum(changes)
 
 
+def test_a_lanes_queue_has_copies_from_their_issue_to_their_end(make_trace: MakeTrace) -> None:
+    events: list[Event] = []
+    for number, (issued, begun, d) in enumerate(((0, 4, 6), (2, 10, 5), (30, 30, 1))):
+        events += [
+            StateChange(t=issued, step=0, id=number, to=TensorState.LEAVING, nbytes=8),
+            Span(t=begun, d=d, step=0, lane=Lane.DISK_WRITE, nbytes=8, id=number),
+        ]
+    report = build_report([make_trace(sorted(events, key=lambda event: event.t))])
+    queues = {list(Lane)[one["lane"]]: one for one in page_data(report)["ranks"][0]["queues"]}
+    written = queues[Lane.DISK_WRITE]
+    assert list(zip(decoded(written["t"]), written["nbytes"], strict=True)) == [
+        (0, 8), (2, 16), (10, 8), (15, 0), (30, 8), (31, 0),
+    ]  # fmt: skip
+    assert queues[Lane.D2H]["t"] == []
+
+
+def test_a_thinned_queue_keeps_its_peak_and_its_end(run: Trace) -> None:
+    whole, thin = (page_data(build_report([run]), max_items=most)["ranks"][0] for most in (400_000, 1000))
+    assert thin["thinned"]
+    for exact, drawn in zip(whole["queues"], thin["queues"], strict=True):
+        assert max(drawn["nbytes"], default=0) == max(exact["nbytes"], default=0)
+        assert drawn["nbytes"][-1:] == exact["nbytes"][-1:]
+
+
 def test_ranks_stand_on_one_axis(make_trace: MakeTrace) -> None:
     span = Span(t=7, d=1, step=0, lane=Lane.COMPUTE)
     data = page_data(

@@ -82,6 +82,7 @@ interface RawRank {
   >;
   stalls: Record<"t" | "d" | "step" | "cause" | "name" | "life", number[]>;
   tiers: Record<"t" | "layer" | "delta" | "below" | "above" | "counter_t" | "counter_nbytes", number[]>[];
+  queues: { lane: number; t: number[]; nbytes: number[] }[];
   owned: Record<"band" | "name" | "nbytes" | "shape", number[]>;
   notes: { t: number; step: number; cause: string; message: string }[];
 }
@@ -166,6 +167,13 @@ export interface Row {
   merged: Int32Array | null;
 }
 
+// Bytes of a lane whose copies were issued and had not ended, from each time on.
+export interface Queue {
+  t: Float64Array;
+  nbytes: number[];
+  most: number;
+}
+
 export interface Lives {
   length: number;
   id: number[];
@@ -206,6 +214,7 @@ export class Rank {
   readonly stalls: Stalls;
   readonly tiers: TierSeries[];
   readonly without: (band: string) => TierSeries[]; // the tiers again, but for one band
+  readonly queues: Map<number, Queue>; // by lane
   readonly owned: RawRank["owned"]; // the largest weights, gradients and tensors of optimizer state
   readonly notes: RawRank["notes"];
 
@@ -218,6 +227,7 @@ export class Rank {
     this.stalls = stallsOf(raw.stalls);
     this.without = (band) => raw.tiers.map((tier) => new TierSeries(tier, names, tier.below.find((name) => names[name] === band)));
     this.tiers = this.without("");
+    this.queues = new Map(raw.queues.map(({ lane, t, nbytes }) => [lane, { t: sums(t), nbytes, most: nbytes.reduce((a, b) => Math.max(a, b), 0) }]));
     this.owned = raw.owned;
     this.notes = raw.notes;
   }

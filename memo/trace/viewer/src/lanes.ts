@@ -1,7 +1,7 @@
 // Draws one row of spans at any zoom: wide spans as labelled blocks, dense ones as the share of each pixel they cover.
 
 import type { ScaleLinear } from "d3-scale";
-import { above, type Page, type Rank, type Row } from "./data";
+import { above, type Page, type Queue, type Rank, type Row } from "./data";
 import { printable } from "./format";
 import type { Looking } from "./state";
 import { inkOn, laneColour, layerColour, stallColour, type Theme } from "./theme";
@@ -103,6 +103,34 @@ export function fit(text: string, room: number): string {
   const last = parts[parts.length - 1];
   const numbered = /^\d+$/.test(last);
   return (numbered ? [tail, last] : [text, tail, last]).find((candidate) => candidate.length <= room) ?? "";
+}
+
+// The queue of a lane as a line over its spans; the band's top is the most that ever was queued.
+export function drawQueue(pen: Pen, queue: Queue, y: number, height: number): void {
+  const { context, scale, theme } = pen;
+  const [from, to] = scale.domain();
+  const level = (nbytes: number): number => y + height - 1 - (nbytes / queue.most) * (height - 2);
+  let i = Math.max(0, above(queue.t, from) - 1);
+  let at = level(queue.t[i] <= from ? queue.nbytes[i] : 0);
+  context.strokeStyle = theme.text;
+  context.globalAlpha = 0.6;
+  context.lineWidth = 1;
+  context.beginPath();
+  context.moveTo(pen.left, at);
+  for (; i < queue.t.length && queue.t[i] < to; i++) {
+    const x = Math.max(pen.left, scale(queue.t[i]));
+    context.lineTo(x, at);
+    at = level(queue.nbytes[i]);
+    context.lineTo(x, at);
+  }
+  context.lineTo(pen.right, at);
+  context.stroke();
+  context.globalAlpha = 1;
+}
+
+export function queuedAt(queue: Queue, t: number): number {
+  const i = above(queue.t, t) - 1;
+  return i < 0 ? 0 : queue.nbytes[i];
 }
 
 // The stalls of a lane as hatched blocks, each at least a pixel and a half wide so that none is lost from sight.

@@ -5,7 +5,7 @@ import { AXIS, hitBand, slotOf, stackBands, type Band, type Hit } from "./bands"
 import type { Page, PeakFigures, Rank } from "./data";
 import { h } from "./dom";
 import { bytes, duration, instant, printable, rate } from "./format";
-import { drawRow, drawStalls, labelOf, type Pen } from "./lanes";
+import { drawQueue, drawRow, drawStalls, labelOf, queuedAt, type Pen } from "./lanes";
 import { MemoryChart } from "./memory";
 import type { Store } from "./state";
 import { stallColour, theme } from "./theme";
@@ -146,6 +146,8 @@ export class Timeline {
       context.fillStyle = pen.theme.band;
       context.fillRect(pen.left, y, pen.right - pen.left, band.height);
       band.rows.forEach((row, i) => drawRow(pen, row, ...slotOf(band, i, y)));
+      const queue = pen.rank.queues.get(band.rows[0].lane);
+      if (queue && queue.most) drawQueue(pen, queue, y, band.height);
     } else if (band.kind === "stalls") {
       drawStalls(pen, band.text, y, band.height, this.patterns.get(band.text) ?? "");
     } else if (band.kind === "memory" && !band.chart) {
@@ -289,7 +291,9 @@ export class Timeline {
     const nbytes = hit.row.nbytes[hit.index];
     const phase = this.page.raw.phases[hit.row.phase[hit.index]];
     const moved = nbytes ? `, ${bytes(nbytes)} at ${rate(took ? (nbytes / took) * 1e9 : null)}` : "";
-    return [labelOf(this.page, rank, hit.row, hit.index), `${hit.band.text} ${phase} ${duration(took)}${moved}`];
+    const queue = rank.queues.get(hit.row.lane);
+    const queued = queue ? [`${bytes(queuedAt(queue, this.axis.scale.invert(x)))} of at most ${bytes(queue.most)} queued`] : [];
+    return [labelOf(this.page, rank, hit.row, hit.index), `${hit.band.text} ${phase} ${duration(took)}${moved}`, ...queued];
   }
 
   private describeMemory(band: Band, x: number, y: number): string[] {
