@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from memo.cli.planning.picture import search_page
-from memo.cli.tables.layouts import search_summary
+from memo.cli.tables.layouts import Answer, search_summary
 from memo.mip.simulate import Simulation, verify_by_simulation
 from memo.search import Found, Planned, Space, runs_under_memo_train, search_layouts
 
@@ -32,8 +32,9 @@ def searched(space: Space, *, model: str = "small") -> Searched:
     shown = [(one, verify_by_simulation(one.plan)) for one in (*found.best, *runs)]
     written = found.runnable or found.best[0]
     steps = {one.candidate: simulation.step_s for one, simulation in shown}
+    of_search = Answer(found=found, simulated_s=steps, launch=None, not_trained=f"it is {model}", written=written)
     answer = {
-        **search_summary(found, simulated_s=steps, launch=None, not_trained=f"it is {model}", written=written),
+        **search_summary(of_search),
         "assumed": [f"a model of the name {model}"],
         "seconds": 1.5,
         "output": None,

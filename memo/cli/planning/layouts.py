@@ -17,7 +17,7 @@ from memo.cli.inputs.model_shape import namesake
 from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
-from memo.cli.tables.layouts import longest_words, search_summary, search_table, smallest_table
+from memo.cli.tables.layouts import Answer, longest_words, search_summary, search_table, smallest_table
 from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, PlanInvalid, UsageError
@@ -124,8 +124,9 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         )
         reason = _SPLIT if launch is None else None
     steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
+    answer = Answer(found=found, simulated_s=steps, launch=launch, not_trained=reason, written=written)
     summary = {
-        **search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written),
+        **search_summary(answer),
         "assumed": _assumed(args, space),
         "seconds": seconds,
         "output": args.output,
@@ -146,16 +147,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         print(line)
     if longest is not None:
         print(f"{longest_words(longest)}\n")
-    table = search_table(
-        found,
-        simulated_s=steps,
-        launch=launch,
-        not_trained=reason,
-        written=written,
-        output=args.output,
-        seconds=seconds,
-    )
-    print(table)
+    print(search_table(answer, output=args.output, seconds=seconds))
     for sentence in _assumed(args, space):
         print(f"assumed: {printable(sentence, limit=2000)}")
     for path in files:

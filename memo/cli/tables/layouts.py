@@ -5,6 +5,7 @@ docs/search.md has the object's keys.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -53,43 +54,41 @@ _WORDS = {
 }
 
 
-def search_table(
-    found: Found,
-    *,
-    simulated_s: Mapping[Candidate, float],
-    launch: Launch | None,
-    not_trained: str | None,
-    written: Planned,
-    output: str | None,
-    seconds: float,
-) -> str:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Findings of a search and what is told of them."""
+
+    found: Found
+    """Not without a plan."""
+    simulated_s: Mapping[Candidate, float]
+    """Simulated seconds of a step of each plan that is shown."""
+    launch: Launch | None
+    """Launch lines of `written`."""
+    not_trained: str | None
+    """Reason why memo train does not train what is planned."""
+    written: Planned
+    """The plan that -o writes."""
+
+
+def search_table(answer: Answer, *, output: str | None, seconds: float) -> str:
     """The answer as text.
 
     Args:
-        found: what the search found; not without a plan.
-        simulated_s: simulated seconds of a step of each plan that is shown.
-        launch: launch lines of `written`.
-        not_trained: reason why memo train does not train what is planned.
-        written: the plan that -o writes.
+        answer: the answer.
         output: the file of -o; None: the plan is not written.
         seconds: of the search.
     """
-    parts = [_headline(found.space), _best_table(found, simulated_s), _memory_table(found), _why_table(found)]
+    found, written = answer.found, answer.written
+    parts = [_headline(found.space), _best_table(found, answer.simulated_s), _memory_table(found), _why_table(found)]
     parts += [_proof(found, seconds), f"plan of {_name(found, written)}:\n\n{activation_table(written.plan)}"]
     parts += [f"warning: {words}" for words in search_warnings(found)]
-    parts.append(_launch_words(found, launch, not_trained, written, output))
+    parts.append(_launch_words(answer, output))
     return "\n\n".join(parts)
 
 
-def search_summary(
-    found: Found,
-    *,
-    simulated_s: Mapping[Candidate, float],
-    launch: Launch | None,
-    not_trained: str | None,
-    written: Planned,
-) -> dict[str, Any]:
-    """The answer as an object; the arguments are those of `search_table`."""
+def search_summary(answer: Answer) -> dict[str, Any]:
+    """The answer as an object."""
+    found, written, launch, simulated_s = answer.found, answer.written, answer.launch, answer.simulated_s
     space = found.space
     return {
         "format": FORMAT,
@@ -117,7 +116,7 @@ def search_summary(
         "launch": None
         if launch is None
         else {"torchrun": launch.torchrun, "slurm": launch.slurm, "train": list(launch.train)},
-        "not_trained": not_trained,
+        "not_trained": answer.not_trained,
         "warnings": search_warnings(found),
         "points": _points(found),
     }
@@ -325,9 +324,8 @@ def _proof(found: Found, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _launch_words(
-    found: Found, launch: Launch | None, not_trained: str | None, written: Planned, output: str | None
-) -> str:
+def _launch_words(answer: Answer, output: str | None) -> str:
+    found, launch, not_trained, written = answer.found, answer.launch, answer.not_trained, answer.written
     if launch is None:
         return f"no launch line: {not_trained}" if not_trained else "no launch line: memo train shards by ZeRO 3 alone"
     lines = []
