@@ -84,8 +84,7 @@ class Connection:
         """
         links = self.links
         trunk = self.trunk_bytes_per_s * links.efficiency / gpus if self.trunk_bytes_per_s else None
-        whole = links.nics_per_node * links.nic_bytes_per_s * links.efficiency / links.oversubscription
-        share = min(whole / each for each in nodes_gpus)
+        share = min(links.node_bytes_per_s / each for each in nodes_gpus)
         if set(nodes_gpus) == {gpus_per_node} and (trunk is None or trunk >= share):
             return links
         return NetworkLevel(
@@ -204,14 +203,7 @@ def _slowest_network(machines: Sequence[Hardware], gpus: int) -> Network:
     networks = [machine.network for machine in machines]
     # A group of a single node needs no NICs of its own.
     joined = [machine for machine in machines if machine.network.nics_per_node]
-    shares = [
-        one.network.nics_per_node
-        * one.network.nic_bytes_per_s
-        * one.network.nic_efficiency
-        / one.network.oversubscription
-        / one.gpus_per_node
-        for one in joined
-    ]
+    shares = [one.network.node_bytes_per_s / one.gpus_per_node for one in joined]
     peers = min(machine.nvlink_bytes_per_s * machine.network.node_efficiency for machine in machines)
     sizes = sorted({level.nodes for network in networks for level in network.levels if level.nodes})
     return Network(
@@ -232,10 +224,7 @@ def _slowest_level(machines: Sequence[Hardware], nodes: int, gpus: int) -> Netwo
     for machine, level in itertools.chain.from_iterable(
         ((machine, level) for level in machine.network.levels if level.nodes == nodes) for machine in machines
     ):
-        nics = level if level.nics_per_node else machine.network
-        efficiency = level.efficiency if level.nics_per_node else machine.network.nic_efficiency
-        whole = nics.nics_per_node * nics.nic_bytes_per_s * efficiency / level.oversubscription
-        shares.append(whole / machine.gpus_per_node)
+        shares.append(machine.network.unit_bytes_per_s(level) / machine.gpus_per_node)
         latencies.append(level.latency_s)
         names.append(level.name)
     return NetworkLevel(

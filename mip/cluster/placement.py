@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memo.errors import UsageError
 from memo.mip.cluster.cluster import slowest_machine
-from memo.mip.inputs import Collectives
 
 if TYPE_CHECKING:
     from memo.mip.cluster.cluster import Cluster
@@ -125,16 +124,8 @@ class ClusterPlacement:
         pair = (self.places[stage].groups[0], self.places[other].groups[0])
         machine = slowest_machine([self.cluster.groups[group].machine for group in pair])
         level = self._slowest_level(self._way(stage, other), machine.gpus_per_node)
-        network = dataclasses.replace(
-            machine.network,
-            nics_per_node=level.nics_per_node,
-            nic_bytes_per_s=level.nic_bytes_per_s,
-            nic_efficiency=level.efficiency,
-            nic_latency_s=level.latency_s,
-            oversubscription=level.oversubscription,
-            levels=(),
-        )
-        return Collectives(dataclasses.replace(machine, network=network)).send_s(nbytes, beyond_node=True)
+        rate = level.node_bytes_per_s / machine.gpus_per_node
+        return machine.network.launch_s + level.latency_s + nbytes / rate
 
     def crosses(self, stage: int, other: int) -> bool:
         """Whether a message between two stages goes from one group to another."""
@@ -187,12 +178,8 @@ class ClusterPlacement:
             gpus = of_stage * (least * len(self.places) if self.crossing is Crossing.REPLICAS else every)
             nodes_gpus = [self.cluster.groups[group].machine.gpus_per_node for group in pair]
             found.append(connection.level(nodes_gpus=nodes_gpus, gpus_per_node=gpus_per_node, gpus=gpus))
-        slowest = min(found, key=_rate)
+        slowest = min(found, key=lambda level: level.node_bytes_per_s)
         return dataclasses.replace(slowest, latency_s=max(level.latency_s for level in found))
-
-
-def _rate(level: NetworkLevel) -> float:
-    return level.nics_per_node * level.nic_bytes_per_s * level.efficiency / level.oversubscription
 
 
 def placements(cluster: Cluster, layout: LayoutSizes) -> Iterator[ClusterPlacement]:

@@ -71,6 +71,11 @@ class NetworkLevel:
         if not (0 < self.efficiency <= 1 and self.oversubscription >= 1):
             raise PlanError(f"{where}: an efficiency is above 0 and at most 1, and oversubscription is at least 1")
 
+    @property
+    def node_bytes_per_s(self) -> float:
+        """Bytes per second of a node over these NICs; 0 where they are the node's own."""
+        return self.nics_per_node * self.nic_bytes_per_s * self.efficiency / self.oversubscription
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
@@ -110,6 +115,17 @@ class Network:
             raise PlanError(f"network: {self.nics_per_node} NICs of {self.nic_bytes_per_s:g} bytes/s")
         if not (0 < self.nic_efficiency <= 1 and 0 < self.node_efficiency <= 1 and self.oversubscription >= 1):
             raise PlanError("network: efficiencies are above 0 and at most 1, and oversubscription is at least 1")
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """Bytes per second of a node over its NICs."""
+        return self.nics_per_node * self.nic_bytes_per_s * self.nic_efficiency / self.oversubscription
+
+    def unit_bytes_per_s(self, level: NetworkLevel) -> float:
+        """Bytes per second of a node over the NICs that leave a level's unit."""
+        if level.nics_per_node:
+            return level.node_bytes_per_s
+        return self.nics_per_node * self.nic_bytes_per_s * self.nic_efficiency / level.oversubscription
 
 
 def parse_network(text: str, base: Network) -> Network:
@@ -238,18 +254,11 @@ class Collectives:
     @property
     def _beyond(self) -> float:
         """Bytes per second of a GPU's part of the NICs."""
-        network = self.machine.network
-        whole = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
-        return whole / network.oversubscription / self.machine.gpus_per_node
+        return self.machine.network.node_bytes_per_s / self.machine.gpus_per_node
 
     def _beyond_unit(self, level: NetworkLevel) -> float:
         """Bytes per second of a GPU's part of the NICs that leave a level's unit."""
-        network = self.machine.network
-        if level.nics_per_node:
-            whole = level.nics_per_node * level.nic_bytes_per_s * level.efficiency
-        else:
-            whole = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
-        return whole / level.oversubscription / self.machine.gpus_per_node
+        return self.machine.network.unit_bytes_per_s(level) / self.machine.gpus_per_node
 
     def _crossed(self, group: RankGroup) -> Iterator[tuple[NetworkLevel, RankGroup, float]]:
         """Levels that a group crosses, its ranks by their units, and a step's seconds beyond one over the NICs."""
