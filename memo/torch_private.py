@@ -86,6 +86,7 @@ torch._C:_set_fp32_precision_setter | set for replays | public: fp32_precision o
 torch._C:_get_tracing_state | tells torch.jit.trace | public: torch.jit.is_tracing, slower
 torch._C:_len_torch_dispatch_stack | number of dispatch modes
 torch._C:_nn._parse_to | reads the arguments of `Tensor.to` as torch does
+torch._C:_will_engine_execute_node | tells which gradients a half of a split backward wants
 torch._C:_{get,set}_cpu_allow_fp16_reduced_precision_reduction | set for replays | lost: not set
 torch._C:_{get,set}_cublas_allow_bf16_reduced_precision_reduction | set for replays | public: backends.cuda | lost: not set
 torch._C:_{get,set}_cublas_allow_fp16_accumulation | set for replays | public: backends.cuda | lost: not set

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         reduce_scattered as reduce_scattered,
     )
     from memo.parallel.failure import ended_by_signal as ended_by_signal, first_cause as first_cause
-    from memo.parallel.gathered_input import kept_for as kept_for
+    from memo.parallel.gathered_input import is_wanted as is_wanted, kept_for as kept_for
     from memo.parallel.grad_norm import clip_gradients as clip_gradients, gradient_norm as gradient_norm
     from memo.parallel.layout import (
         ContextAttention as ContextAttention,

@@ -24,6 +24,7 @@ from memo.parallel.collectives import (
     copy_in,
     gather,
 )
+from memo.torch_private import will_engine_execute_node
 
 Group = dist.ProcessGroup
 
@@ -126,6 +127,25 @@ def kept_for(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], to
     return shard, gathering.again
 
 
+def is_wanted(ctx: Any, tensor: int) -> bool:
+    """Whether the backward that runs uses the gradient of an autograd function's input.
+
+    Of a pipeline's split backward one half uses those of weights, the other those of what comes before;
+    `needs_input_grad` is of both.
+
+    Args:
+        ctx: the function's.
+        tensor: number of the input, of those that are tensors.
+    """
+    edges = ctx.next_functions
+    if tensor >= len(edges) or edges[tensor][0] is None:
+        return False
+    try:
+        return bool(will_engine_execute_node(edges[tensor][0]))
+    except RuntimeError:  # torch.autograd.grad with respect to this very input
+        return True
+
+
 class _LinearOfGathered(torch.autograd.Function):
     """Computes whole @ weight.T + bias, and saves the shard that `whole` was gathered from."""
 
@@ -147,14 +167,12 @@ class _LinearOfGathered(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         shard, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        if ctx.needs_input_grad[2]:
+        wants_weight = is_wanted(ctx, 2)
+        if wants_weight:
             ctx.gathering.begin_again(shard)
-        # A pipeline's split backward asks for the input's gradient first and for the weight's later.
-        of_input = grad @ weight if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[2]:
-            of_weight = rows.T @ ctx.gathering.again(shard).flatten(0, -2)
-        of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        of_input = grad @ weight if is_wanted(ctx, 0) else None
+        of_weight = rows.T @ ctx.gathering.again(shard).flatten(0, -2) if wants_weight else None
+        of_bias = rows.sum(0) if is_wanted(ctx, 3) else None
         return of_input, None, of_weight, of_bias, None
 
 

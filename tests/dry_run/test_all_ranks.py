@@ -134,8 +134,8 @@ def test_split_backwards_are_counted(schedule: PipelineSchedule) -> None:
 def test_a_plan_that_counts_a_gather_too_few_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = StepCollectives.tensor_backward
 
-    def fewer(self: StepCollectives, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
-        first, *others = whole(self, splits=splits, experts=experts)
+    def fewer(self: StepCollectives, *, experts: bool = False) -> tuple[Collective, ...]:
+        first, *others = whole(self, experts=experts)
         return (dataclasses.replace(first, count=first.count - 1), *others)
 
     monkeypatch.setattr(StepCollectives, "tensor_backward", fewer)

@@ -217,8 +217,8 @@ def disagreeing() -> None:
     assert (
         gather_values(line)
         == [
-            "the batch of ranks that compute each layer together: (2, 40) on rank 0, but (2, 24) on rank 1, which must be "
-            "equal"
+            "the batch of ranks that compute each layer together: [(2, 40)] on rank 0, but [(2, 24)] on rank 1, which must "
+            "be equal"
         ]
         * 2
     ), line

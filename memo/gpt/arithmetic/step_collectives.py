@@ -86,8 +86,6 @@ class ChunkOfLayers:
     """It has the embedding."""
     is_last: bool = True
     """It has the head."""
-    splits: bool = False
-    """Its backward is split in two."""
     receives: bool = False
     """Another rank has the layers before; sends likewise those after."""
     sends: bool = False
@@ -139,10 +137,10 @@ class StepCollectives:
         routed = self.expert_forward() if experts else ()
         return (*self.tensor_forward(experts=experts), *self.context_forward(), *routed)
 
-    def layer_backward(self, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
-        """Collectives of its backward, without any recompute; `splits`: in two halves."""
+    def layer_backward(self, *, experts: bool = False) -> tuple[Collective, ...]:
+        """Collectives of its backward, without any recompute."""
         routed = self.expert_backward() if experts else ()
-        return (*self.tensor_backward(splits=splits, experts=experts), *self.context_backward(), *routed)
+        return (*self.tensor_backward(experts=experts), *self.context_backward(), *routed)
 
     def _divides_mlp(self, *, experts: bool) -> bool:
         """Whether tensor-parallel ranks divide a layer's MLP, as they do its attention: of a mixture its shared experts."""
@@ -158,13 +156,11 @@ class StepCollectives:
         """What a replay of a whole layer repeats of it: all but the sum after the last projection."""
         return self._tensor(attention=(1, 1), mlp=(self._divides_mlp(experts=experts), 0))
 
-    def tensor_backward(self, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
+    def tensor_backward(self, *, experts: bool = False) -> tuple[Collective, ...]:
         """Tensor parallelism's part of `layer_backward`."""
         mlp = self._divides_mlp(experts=experts)
         shared = 2 * self._norms + (1 + mlp if self.config.bias else 0)
-        # A function written in Python is not told which half runs, so each half gathers what the products read.
-        gathers = 3 if splits else 2
-        return (*self._tensor(attention=(gathers, 1), mlp=(gathers * mlp, mlp)), *self._sums_of_shared(shared))
+        return (*self._tensor(attention=(2, 1), mlp=(2 * mlp, mlp)), *self._sums_of_shared(shared))
 
     @property
     def _moe(self) -> MoeConfig:
@@ -456,7 +452,6 @@ class StepCollectives:
                 experts=self._with_experts(sum(counts[:place]), counts[place]),
                 is_first=place == 0,
                 is_last=place == last,
-                splits=place > 0 and schedule.splits_backward,
                 receives=place > 0 and rank_of[place - 1] != stage,
                 sends=place < last and rank_of[place + 1] != stage,
             )
@@ -510,7 +505,7 @@ class StepCollectives:
 
     def _microbatch(self, chunk: ChunkOfLayers) -> Iterator[Collective]:
         for count, experts in _kinds(chunk):
-            both = *self.layer_forward(experts=experts), *self.layer_backward(splits=chunk.splits, experts=experts)
+            both = *self.layer_forward(experts=experts), *self.layer_backward(experts=experts)
             yield from (each.times(count) for each in both)
         if chunk.is_first:
             yield from (*self.embedding_forward(), *self.embedding_backward())

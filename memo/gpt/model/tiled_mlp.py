@@ -126,16 +126,18 @@ class _TiledMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from memo.parallel import is_wanted
+
         kept, *parameters = ctx.saved_tensors
         x = ctx.rebuild(kept).flatten(0, -2)
         down, *wide = _pairs(parameters)
         grads: list[torch.Tensor | None] = [None] * 5
         with torch.autocast(x.device.type, enabled=False):
-            if any(ctx.needs_input_grad[5:]):
+            if any(is_wanted(ctx, tensor) for tensor in range(2, 2 + len(parameters))):
                 grads += _parameter_gradients(x, grad, ctx.tiles, ctx.activation, down, wide)
             else:
                 grads += [None] * len(parameters)
-            if ctx.needs_input_grad[0]:
+            if is_wanted(ctx, 0):
                 grads[0] = _input_gradient(x, grad, ctx.tiles, ctx.activation, down, wide)
         return tuple(grads)
 
