@@ -562,6 +562,8 @@ def test_mlps_in_tiles_cost_computation_and_hardware_flops(capsys: pytest.Captur
     assert added is not None
     assert float(added[2]) / 100 == pytest.approx(extra, abs=1e-3)
     assert extra > 0.1
+    *_, longest = of_json(capsys, [*asked, "--mlp-tiles", "8", "--precision", "bf16", "--sweep", "seq"])["points"]
+    assert longest["fit"]["added"] == pytest.approx(extra, abs=1e-3)
     # Products of an MLP, of three matrices, once more on a forward, a third of what is trained with.
     repeated = 6 * 3 * 4096 * 14336 * 32 / 3
     per_token = repeated / (8 * PRESETS["h100"].peak_flops) * eight["tokens_per_s"]

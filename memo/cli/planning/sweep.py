@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memo.atomic_file import atomic_file
-from memo.cli.tables.activation import step_time, utilisation
+from memo.cli.tables.activation import added, step_time, utilisation
 from memo.cli.terminal.output_files import print_written
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
@@ -47,7 +47,7 @@ class Fit:
     tokens_per_s: float
     mfu_causal: float
     added: float
-    """Time of recompute and stalls, as a share of the compute time."""
+    """Time of recompute, MLPs in tiles, coding and stalls, as a share of the computation without them."""
     peak_device_bytes: int
     peak_host_bytes: int
     peak_disk_bytes: int
@@ -81,13 +81,12 @@ class SweepPoint:
             return here(infeasible=str(error))
         verify_by_simulation(plan)
         figures = utilisation(plan)
-        stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
         fit = Fit(
             declined=plan.declined is not None,
             step_s=plan.step_s,
             tokens_per_s=figures["tokens_per_s"],
             mfu_causal=figures["mfu_causal"],
-            added=(stage.recompute_s + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0,
+            added=added(plan),
             peak_device_bytes=max(stage.peak_device_bytes for stage in plan.stages),
             peak_host_bytes=max(stage.peak_host_bytes for stage in plan.stages),
             peak_disk_bytes=max(stage.peak_disk_bytes for stage in plan.stages),
@@ -234,9 +233,9 @@ def _draw(points: Sequence[SweepPoint], path: Path, *, by: SweepAxis, crossover:
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(where, [100 * fit.mfu_causal for fit in fits], marker="o", color="#0072b2")
     above.set_ylabel("mfu_causal, %")
-    added = above.twinx()
-    added.plot(where, [100 * fit.added for fit in fits], marker="s", color="#d55e00")
-    added.set_ylabel("recompute and stalls, % of compute", color="#d55e00")
+    right = above.twinx()
+    right.plot(where, [100 * fit.added for fit in fits], marker="s", color="#d55e00")
+    right.set_ylabel("added, % of the computation", color="#d55e00")
     _stack(below, where, [fit.shares for fit in fits])
     if by == "seq":
         _length_axis(below, [point.tokens for point, _ in answered])

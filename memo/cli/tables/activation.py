@@ -291,7 +291,7 @@ def _times(plan: ActivationPlan) -> str:
         shown += " (above 100 %: it counts attention's masked half, too, which no kernel computes)"
     if _is_fixed(plan):
         return f"{shown}; a fixed method's recompute counts as compute"
-    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(plan, number):.2%} to the computation"
+    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {added(plan):.2%} to the computation"
 
 
 def _embedding(profile: Profile) -> str:
@@ -385,11 +385,12 @@ def _runs(layers: Sequence[T]) -> list[tuple[int, int, T]]:
     return runs
 
 
-def _added(plan: ActivationPlan, number: int) -> float:
-    """Seconds of recompute, MLPs in tiles, coding and stalls on a stage, over those of its computation without them."""
-    stage, tiled = plan.stages[number], sum(layer.tiled_s for layer in plan.problem.stages[number].layers)
-    added = stage.recompute_s + tiled + (stage.coding_s or 0.0) + stage.stall_s
-    return added / (stage.compute_s - tiled) if stage.compute_s > tiled else 0.0
+def added(plan: ActivationPlan) -> float:
+    """Seconds of recompute, MLPs in tiles, coding and stalls on the slowest stage, over its computation's without them."""
+    view, stage = max(zip(plan.problem.stages, plan.stages, strict=True), key=lambda pair: pair[1].microbatch_s)
+    tiled = sum(layer.tiled_s for layer in view.layers)
+    more = stage.recompute_s + tiled + (stage.coding_s or 0.0) + stage.stall_s
+    return more / (stage.compute_s - tiled) if stage.compute_s > tiled else 0.0
 
 
 def step_time(seconds: float) -> str:
