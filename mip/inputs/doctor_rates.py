@@ -18,6 +18,8 @@ from memo.mip.strict_json import parse_json, read_as
 
 MAX_RATE = 1e18
 MAX_SECONDS = 1e6
+MEASURED_KERNEL = "torch's own choice, as measured"
+"""Name of the kernel of attention that `memo doctor` times."""
 
 
 def with_measured_rates(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
@@ -75,7 +77,7 @@ def _gpus(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _with_kernels(machine: Hardware, gpus: Sequence[dict[str, Any]]) -> Hardware:
-    """Sets rates of kernels to the slowest GPU's; attention's are those of 16k tokens, and of more the ratio to them."""
+    """Sets rates of kernels to the slowest GPU's; attention's are those of 16k tokens."""
     if not gpus:
         return machine
     product = min(_rate(gpu, "product_flops_per_s") for gpu in gpus)
@@ -103,7 +105,7 @@ def _with_kernels(machine: Hardware, gpus: Sequence[dict[str, Any]]) -> Hardware
         matmul_efficiency=product / peak,
         hbm_bytes_per_s=min(_rate(gpu, "copy_bytes_per_s") for gpu in gpus) / MEMORY_SHARE,
         launch_s=max(_seconds(gpu, "launch_s") for gpu in gpus),
-        attention=(dataclasses.replace(machine.attention[0], name="measured", heads=tuple(heads)),),
+        attention=(dataclasses.replace(machine.attention[0], name=MEASURED_KERNEL, heads=tuple(heads)),),
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.errors import PlanError
+from memo.cli.main import main
+from memo.errors import ExitCode, PlanError
 from memo.machine import KernelRates, measure_kernels
 from memo.mip.inputs import hardware_preset, with_measured_rates
 
@@ -31,7 +32,9 @@ def test_each_kernel_is_measured_in_both_directions(rates: KernelRates) -> None:
     assert all(one.forward_flops_per_s > 1e6 and one.backward_flops_per_s > 1e6 for one in rates.attention)
 
 
-def test_a_report_takes_the_place_of_the_presets_rates(rates: KernelRates, tmp_path: Path) -> None:
+def test_a_report_takes_the_place_of_the_presets_rates(
+    rates: KernelRates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "doctor.json"
     path.write_text(json.dumps(report(rates)))
     machine = with_measured_rates(hardware_preset("h100"), path)
@@ -42,7 +45,9 @@ def test_a_report_takes_the_place_of_the_presets_rates(rates: KernelRates, tmp_p
     assert machine.attention_s(1e9, head=128, keys=256) == pytest.approx(1e9 / usual.forward_flops_per_s)
     backward_s = machine.attention_s(1e9, head=128, keys=256, backward=True)
     assert backward_s == pytest.approx(2.5e9 / usual.backward_flops_per_s)
-    assert machine.attention[0].name == "measured"
+    asked = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "h100", "--gpus", "8", "--doctor", str(path)]
+    assert main(asked) == ExitCode.OK
+    assert "; attention by torch's own choice, as measured; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
