@@ -78,3 +78,29 @@ def test_copies_keep_half_of_a_link_that_collectives_would_fill() -> None:
     free = machine.lanes(1).d2h_bytes_per_s
     assert machine.lanes(1, taken=0.25).d2h_bytes_per_s == pytest.approx(0.75 * free)
     assert machine.lanes(1, taken=3.0).d2h_bytes_per_s == pytest.approx(0.5 * free)
+
+
+# Shah et al. 2024 (2407.08608), figures 5 and 6: causal, 16k tokens, TFLOP/s of an H100 forward and backward.
+PUBLISHED_ATTENTION = {
+    ("cuDNN", 64): (413, 433), ("FlashAttention 2", 64): (324, 291), ("FlashAttention 3", 64): (497, 474),
+    ("cuDNN", 128): (595, 516), ("FlashAttention 2", 128): (370, 322), ("FlashAttention 3", 128): (648, 561),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "head"), PUBLISHED_ATTENTION)
+def test_attention_has_the_published_rates_of_its_kernel_head_size_and_direction(kernel: str, head: int) -> None:
+    machine = PRESETS["h100"].with_attention(kernel)
+    forward, backward = PUBLISHED_ATTENTION[kernel, head]
+    assert 1e12 / machine.attention_s(1e12, head=head, keys=16384) == pytest.approx(1e12 * forward, rel=5e-3)
+    seconds = machine.attention_s(1e12, head=head, keys=16384, backward=True)
+    assert 2.5e12 / seconds == pytest.approx(1e12 * backward, rel=5e-3)
+
+
+def test_attention_whose_keys_and_values_exceed_the_cache_is_slower_and_other_heads_lie_between() -> None:
+    machine = PRESETS["h100"]
+    near, far = (machine.attention_s(1e12, head=128, keys=keys) for keys in (97_000, 98_000))
+    assert near / far == pytest.approx(507 / 536, rel=1e-3)  # both passes of an H200 at 256k tokens over those at 16k
+    at = {head: machine.attention_s(1e12, head=head, keys=16384) for head in (32, 64, 96, 128, 256)}
+    assert at[32] == 2 * at[64]
+    assert 2 / at[96] == pytest.approx(1 / at[64] + 1 / at[128])
+    assert at[256] == at[128]
