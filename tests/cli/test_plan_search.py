@@ -68,6 +68,7 @@ def test_a_search_prints_its_ten_best_and_writes_the_plan_that_it_launches(
         "run it: torchrun",
         "by Slurm: sbatch",
         "memory of a GPU",
+        "(memo's GPT, times by arithmetic)",
     ):
         assert words in text
     plan = read_activation_plan(path)

@@ -111,6 +111,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         )
     if written is None:
         raise _does_not_fit(smallest_table(space, smallest), as_json=args.json)
+    written = dataclasses.replace(written, plan=with_run(written.plan, space.request, written.candidate))
     launch: Launch | None = None
     finetune: tuple[str, ...] = ()
     if runs is runs_under_parallelize:
@@ -134,7 +135,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     summary |= {} if longest is None else {"max_seq": longest.tokens, "binds": longest.binds}
     files = {}
     if args.output:
-        files[args.output] = plan_to_json(with_run(written.plan, space.request, written.candidate))
+        files[args.output] = plan_to_json(written.plan)
     if args.html:
         page = search_page(summary, shown, space=space, written=written.candidate)
         files[args.html] = render_page(page, title=f"memo plan --search: {space.request.model}", assets="search")
