@@ -17,6 +17,7 @@ import enum
 import math
 from typing import TYPE_CHECKING
 
+from memo.errors import SolverFailed
 from memo.mip.activation import (
     ActivationPlan,
     LayerPlan,
@@ -149,8 +150,11 @@ def keeps_all(kept: ActivationPlan) -> bool:
 
 
 def budget_bound(problem: ActivationProblem) -> float:
-    """Bound by the planner's program with layers free to mix their points; infinite where no plan fits."""
-    least_s = relaxed_step_s(problem)
+    """Bound by the planner's program with layers free to mix their points; infinite where no plan fits, 0 without an answer."""
+    try:
+        least_s = relaxed_step_s(problem)
+    except SolverFailed:  # HiGHS loses its way in a few programs; the candidate is planned on its other bounds
+        return 0.0
     return math.inf if least_s is None else least_s * (1 - SAFETY)
 
 

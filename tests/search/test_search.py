@@ -7,8 +7,9 @@ import pytest
 from slow_tests import first
 from small_clusters import all_candidates, every_division, random_space
 
+from memo.errors import SolverFailed
 from memo.gpt import GPTConfig
-from memo.mip.activation import Budgets, find_plan
+from memo.mip.activation import ActivationProblem, Budgets, find_plan
 from memo.mip.activation.proof import AGREEMENT_IN_TURNS, agrees
 from memo.mip.activation.simulator import require_within_budgets, simulate
 from memo.search import Candidate, Found, Space, runs_under_memo_train, search_layouts
@@ -162,6 +163,18 @@ def test_processes_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> 
     beside = search_layouts(space, workers=2)
     assert [(one.candidate, one.plan) for one in alone.planned] == [(one.candidate, one.plan) for one in beside.planned]
     assert alone.closed == beside.closed
+
+
+def test_a_bound_that_the_solver_does_not_find_leaves_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = random_space(310, most_gpus=4)
+    sound = search_layouts(space)
+
+    def fail(problem: ActivationProblem) -> float | None:
+        raise SolverFailed("no answer")
+
+    monkeypatch.setattr("memo.search.bounds.relaxed_step_s", fail)
+    found = search_layouts(space)
+    assert [(one.candidate, one.step_s) for one in found.best] == [(one.candidate, one.step_s) for one in sound.best]
 
 
 def best_step_s(space: Space) -> float:
