@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import pages
 from benchmarks.hf_table import predicted_table
-from benchmarks.pages import newest, readme, results_page
+from benchmarks.pages import newest, readme, results_page, searched
 from benchmarks.peers.__main__ import Options, Steps, _peak, main, parsed, quartiles
 from benchmarks.peers.models import Shape
 from benchmarks.peers.process import Process
@@ -20,6 +20,7 @@ from benchmarks.peers.request import ALPHAS, AUTOMATIC, INPUTS, SAVED_TENSORS
 from benchmarks.peers.sac_ilp import decisions_of
 from benchmarks.peers.ways import ATTENTION, ATTENTION_OFFLOADED, CHECKPOINTING, KEEP, TRL
 from benchmarks.results import ROOT
+from benchmarks.step_times import step_table
 
 pytest.importorskip("transformers", reason="the Llama of the table is transformers'")
 SMALL = ["--layers", "3", "--hidden", "64", "--tokens", "256", "--rounds", "2"]
@@ -109,8 +110,9 @@ def test_the_page_and_readme_are_what_the_result_files_give() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == results_page(), "run `make plots`"
     text = (ROOT / "README.md").read_text()
     assert text == readme(text), "run `make plots`"
-    gpu = (ROOT / "docs" / "gpu.md").read_text()
-    assert gpu == pages.with_block(gpu, predicted_table()), "run `make plots`"
+    for name, lines in (("gpu", predicted_table()), ("search", searched()), ("accuracy", step_table())):
+        page = (ROOT / "docs" / f"{name}.md").read_text()
+        assert page == pages.with_block(page, lines), "run `make plots`"
     assert pages.BEGIN in text
 
 
