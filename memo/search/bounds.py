@@ -150,7 +150,7 @@ def keeps_all(kept: ActivationPlan) -> bool:
 
 
 def budget_bound(problem: ActivationProblem) -> float:
-    """Bound by the planner's program with layers free to mix their points; infinite where no plan fits, 0 without an answer."""
+    """Bound by the planner's program with layers free to mix points; infinite where no plan fits, 0 if the solver fails."""
     try:
         least_s = relaxed_step_s(problem)
     except SolverFailed:  # HiGHS loses its way in a few programs; the candidate is planned on its other bounds

@@ -126,8 +126,10 @@ def search_warnings(found: Found) -> list[str]:
     """Sentence on ZeRO 3 over more nodes than it is published to be fast on, where the best layout has it."""
     best = found.best[0].candidate
     nodes = -(-(best.sharded_over or best.shape.dp * best.shape.cp) * best.shape.tp // found.space.gpus_per_node)
-    words = f"number 1 has ZeRO 3 over {nodes} nodes; published runs of that size were several times slower than predicted: "
-    words += "173 to 186 TFLOP/s a GPU for 175B on 128 to 512 A100 (PyTorch FSDP, arXiv 2304.11277)"
+    words = (
+        f"number 1 has ZeRO 3 over {nodes} nodes; published are 173 to 186 TFLOP/s a GPU for 175B on 128 to 512 A100, "
+    )
+    words += "at most 64 nodes (PyTorch FSDP, arXiv 2304.11277); jitter between ranks is not modelled"
     return [words] if best.zero == 3 and nodes > ZERO_3_NODES else []
 
 
