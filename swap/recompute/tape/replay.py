@@ -1,7 +1,7 @@
 """Replay: runs the steps of a plan in backward, for the saved tensors of one layer call that no tier holds.
 
-A Replay owns what its plan keeps, packed by the engine, and nothing of what it gives: a graph that dies without backward
-frees itself.
+A Replay owns what its plan keeps, packed by the engine, until it has run, and nothing of what it gives: a graph that dies
+without backward frees itself.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Replay:
     def recompute(self, take: FillCallback) -> None:
         """Runs the steps unless all that they give is in place; `take` gets the bytes of each wanted storage.
 
+        What the plan keeps is then given up, so that backward frees it as soon as it has used it itself.
+
         Raises:
             ModifiedAfterSave: what is kept was changed in place since the forward.
             SwapError: it could not run.
@@ -112,6 +114,8 @@ class Replay:
                 self.run(take)
             except ReplayFailed as failure:
                 raise SwapError(f"{self.name} could not be recomputed: {failure}") from failure.__cause__
+            kept, self._kept = self._kept, ()
+        del kept  # without the lock: it may be the last reference
 
     def _is_filled(self) -> bool:
         for want in self.wanted:

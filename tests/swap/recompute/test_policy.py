@@ -548,3 +548,34 @@ def test_costs_are_of_the_inputs_tokens_whatever_view_of_it_is_saved(alpha: Any)
     loss.backward()
     assert {costs.tokens for costs in manager.levels_profile()} == {48}
     manager.close()
+
+
+class _Two(nn.Module):
+    """Whose recompute gives what both matrices read, the first one's from the input, the second one's from between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = self.up(self.norm(x))
+        if between.requires_grad:
+            between.register_hook(lambda _: self.seen())
+        return self.down(F.gelu(between))
+
+    def seen(self) -> None:
+        """Called when backward has passed the second half."""
+
+
+def test_a_recompute_that_has_run_gives_up_what_it_was_given(tmp_path: Path) -> None:
+    model = nn.Sequential(*[_Two() for _ in range(3)])
+    manager = offload(model, tmp_path, alpha=Level.SAVE_MATMULS, layers=list(model))
+    x, held = torch.randn(512, 64), []
+    model[0].seen = lambda: held.append(manager.stats.device_bytes)  # type: ignore[assignment, operator]
+    for _ in range(3):
+        with manager:
+            loss = model(x.clone().requires_grad_()).sum()
+        loss.backward()
+    manager.close()
+    assert manager.stats.bytes_recomputed > 0
+    assert held[-1] < 2.5 * x.nbytes, "the input and its norm, without what is between the matrices"
