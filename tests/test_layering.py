@@ -76,7 +76,7 @@ IMPORTS = {
     "memo/profiling": "memo mip/inputs swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine "
     "memo/parallel memo/parallel/decoders memo/loss memo/autoplan memo/manager memo/gpt/optim memo/gpt "
-    "memo/gpt/arithmetic memo/gpt/model memo/record memo/dry_run memo/hugging_face",
+    "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record memo/dry_run memo/hugging_face",
     "memo/checkpointing": "memo swap face memo/manager",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel/decoders memo/loss memo/manager memo/checkpointing "
     "memo/profiling memo/rehearsal",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -19,7 +20,14 @@ from memo.cli.inputs.machine import Gpu, MachineOptions, Nics, machine_of
 from memo.cli.inputs.model_shape import gpt_size, namesake
 from memo.cli.inputs.rehearsed_model import RehearsedModel
 from memo.cli.inputs.step_source import OWN_MODEL
-from memo.cli.tables.rehearsal import rehearsal_summary, settled_line, step_line, what_would_fit
+from memo.cli.tables.rehearsal import (
+    pipeline_summary,
+    pipeline_table,
+    rehearsal_summary,
+    settled_line,
+    step_line,
+    what_would_fit,
+)
 from memo.cli.terminal.output_files import print_written, refuse_existing
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.units import format_bytes, parse_bytes
@@ -28,12 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memo.record import Step
-    from memo.rehearsal import Rehearsal, RehearsedStep, SimulatedMachine
+    from memo.rehearsal import Rehearsal, RehearsedPipeline, RehearsedStep, SimulatedMachine
 
 EPILOG = f"""\
 examples:
   memo rehearse --model llama-3-8b --lora 16 --seq 32k --loss-without-logits --gpu h100
   memo rehearse --model qwen3-8b --lora 16 --lengths 8k,32k,12k --device 40GiB --host 64GiB
+  memo rehearse --model llama3-70b --seq 32k --gpus 32 --tp 8 --pp 4 --accumulate 8
   memo rehearse --model ./config.json --seq 16k --gpu rtx4090 --disk-space 1TiB --disk-write 3GB --disk-read 6GB
 
 Exit code 3: the training does not fit, or a budget was exceeded. Exit code 4: no plan settled in as many steps as are tried.
@@ -73,8 +82,6 @@ _OfDisk = Annotated[int, Flag(type=_of_disk, metavar="SIZE")]
 class _Training:
     """The training. The fields are flags."""
 
-    accumulate: Count = 1
-    """Microbatches in a step."""
     optimizer: str = "adamw"
     """Name of torch.optim or module:Class, with arguments, such as sgd,momentum=0.9; none is none, or what a model of your
     own brings."""
@@ -147,6 +154,8 @@ class Options(RehearsedModel, _Training, _Machine, _Run):
             refuse_given(self, "--alpha --trace --attach", "applies to --way memo; leave it out")
         if self.optimizer_offload and (self.gpus > 1 or self.optimizer != "adamw"):
             raise UsageError("--optimizer-offload is for one GPU and adamw; leave out it, or --gpus and --optimizer")
+        if self.layout.pp > 1:
+            refuse_given(self, "--attach --trace --lengths", "does not go with --pp; leave out one of them")
         if not self.disk_space:
             refuse_given(
                 self, "--disk-budget --disk-write --disk-read", "needs a disk; give --disk-space, such as 1TiB"
@@ -168,9 +177,11 @@ def run(args: Options) -> ExitCode:
         raise UsageError(f"--device: {given} are not within the {most} of {hardware.name}; give another size or --gpu")
     build = args.builder()
     from memo.machine import require_host_memory
-    from memo.rehearsal import SimulatedMachine, Way, rehearse
+    from memo.mip.activation import Pipeline
+    from memo.rehearsal import SimulatedMachine, Way, rehearse, rehearse_pipeline
 
-    machine = SimulatedMachine(
+    new_machine = functools.partial(
+        SimulatedMachine,
         hardware,
         ranks=args.gpus,
         host_bytes=args.host_memory,
@@ -179,28 +190,38 @@ def run(args: Options) -> ExitCode:
         disk_read_bytes_per_s=args.disk_read,
         assume=args.assume,
     )
+    machine = new_machine()
     if isinstance(args.host, int):
         require_host_memory(args.host, machine.total_host_bytes(), argument="--host {}")
     budget = machine.device_budget(args.device).total_bytes
 
     decisions = [""]
 
-    def on_step(step: RehearsedStep) -> None:
+    def on_step(step: RehearsedStep, *, stage: int | None = None) -> None:
         if not args.json:
-            if not step.number and (line := namesake(args.model)) is not None:
+            if not step.number and not stage and (line := namesake(args.model)) is not None:
                 print(line)
+            if not step.number and stage is not None:
+                print(f"stage {stage}")
             print(step_line(step, budget, before=decisions[-1]), flush=True)
         decisions.append(step.decision)
 
-    found = rehearse(
-        _with_estimate(build, args),
-        machine,
-        way=Way(args.way),
-        optimizer=None if args.optimizer == "none" else args.optimizer,
-        on_step=on_step,
-        **given_fields(args, "device host disk_budget lengths accumulate optimizer_offload attach steps trace alpha"),
+    options = {
+        "way": Way(args.way),
+        "optimizer": None if args.optimizer == "none" else args.optimizer,
+        **given_fields(args, "device host disk_budget lengths optimizer_offload attach steps trace alpha"),
+    }
+    build = _with_estimate(build, args)
+    layout = args.layout
+    if layout.pp == 1:
+        return _print(args, machine, rehearse(build, machine, on_step=on_step, accumulate=args.accumulate, **options))
+    pipeline = Pipeline(
+        stages=layout.pp, microbatches=args.accumulate, schedule=layout.schedule, chunks=layout.stages_per_rank
     )
-    return _print(args, machine, found)
+    found = rehearse_pipeline(
+        build, new_machine, pipeline, on_step=lambda stage, step: on_step(step, stage=stage), **options
+    )
+    return _print_pipeline(args, machine, found)
 
 
 def _print(args: Options, machine: SimulatedMachine, found: Rehearsal) -> ExitCode:
@@ -227,20 +248,45 @@ def _print(args: Options, machine: SimulatedMachine, found: Rehearsal) -> ExitCo
     return ExitCode.OK if found.settled or args.steps is not None else ExitCode.NO_PLAN_IN_TIME
 
 
+def _print_pipeline(args: Options, machine: SimulatedMachine, found: RehearsedPipeline) -> ExitCode:
+    if args.json:
+        head = {"model": args.model, "gpu": machine.hardware.name, "way": args.way}
+        print(json.dumps(head | pipeline_summary(found), allow_nan=False))
+    else:
+        for text in dict.fromkeys(text for stage in found.stages for text in stage.warned):
+            print(f"warning: {' '.join(text.split())}")
+        print(f"\n{pipeline_table(found)}")
+    for stage in found.stages:
+        if stage.failure is not None and stage.has_room:
+            raise MemoError(stage.failure)
+    most = machine.device_budget(None).total_bytes
+    misfits = [(number, what_would_fit(stage, most_device=most)) for number, stage in enumerate(found.stages)]
+    wrong = [f"stage {number}: {text}" for number, text in misfits if text is not None]
+    if wrong:
+        raise Infeasible("; ".join(wrong))
+    return ExitCode.OK if found.settled_after is not None or args.steps is not None else ExitCode.NO_PLAN_IN_TIME
+
+
 def _with_estimate(build: Callable[[], Step], args: Options) -> Callable[[], Step]:
     """The builder; once the model is there it says how long the rehearsal will take, if that is long."""
+    said = False
 
     def built() -> Step:
         from memo.swap import find_layers
 
+        nonlocal said
         step = build()
+        if said:  # for another stage
+            return step
+        said = True
         layers = find_layers(step.model, step.layers)
-        parameters = sum(len(list(layer.module.parameters())) for layer in layers)
+        parameters = args.layout.pp * sum(len(list(layer.module.parameters())) for layer in layers)
         steps = args.steps or (_EXPECTED_STEPS + 3 * max(0, len(args.lengths) - 1))
         seconds = _START_S + parameters * (_FIRST_S * (args.way == "memo") + steps * args.accumulate * _LATER_S)
         if seconds > _SAY_FROM_S and (not args.json or sys.stderr.isatty()):
             about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-            print(f"memo rehearse: {len(layers)} layers, about {about} of CPU time", file=sys.stderr, flush=True)
+            of = " in the first stage" if args.layout.pp > 1 else ""
+            print(f"memo rehearse: {len(layers)} layers{of}, about {about} of CPU time", file=sys.stderr, flush=True)
         return step
 
     return built

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Layout as Layout,
         PipelineSchedule as PipelineSchedule,
         key_copies as key_copies,
+        parse_layer_counts as parse_layer_counts,
     )
     from memo.parallel.pipeline import (
         check_torch as check_torch,

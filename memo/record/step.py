@@ -42,6 +42,8 @@ class Step:
     """True if `loss` runs backward and the optimizer itself; None finds out by running it once."""
     group: ProcessGroup | None = None
     """Ranks that communicate within the layers, as of `memo.offload`."""
+    schedule: Any = None
+    """Torch's pipeline schedule, which `loss` runs, as of `memo.offload`."""
 
 
 def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision = Precision.BF16) -> Step:

@@ -9,6 +9,10 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.rehearsal.machine import SimulatedMachine as SimulatedMachine
     from memo.rehearsal.models import gpt_step_of_rank as gpt_step_of_rank, hugging_face_step as hugging_face_step
+    from memo.rehearsal.pipeline import (
+        RehearsedPipeline as RehearsedPipeline,
+        rehearse_pipeline as rehearse_pipeline,
+    )
     from memo.rehearsal.run import (
         Rehearsal as Rehearsal,
         RehearsedStep as RehearsedStep,

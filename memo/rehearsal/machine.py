@@ -47,6 +47,8 @@ class SimulatedMachine(Machine):
     Args:
         hardware: rates and memories, or a preset's name, such as "h100".
         ranks: GPUs of the training, which fill one node after the other.
+        rank: number of the GPU that is rehearsed.
+        weights: need of host memory and disk by pipeline stage, whose ranks follow one another.
         host_bytes: host memory of a node that is free; None: as much as the hardware has for each of its GPUs in use.
         disk_bytes: disk space of a node; 0: there is no disk.
         disk_write_bytes_per_s: rate of a node's writes; None: the hardware's for each of its GPUs in use.
@@ -62,6 +64,8 @@ class SimulatedMachine(Machine):
         hardware: Hardware | str,
         *,
         ranks: int = 1,
+        rank: int = 0,
+        weights: Sequence[int] = (1,),
         host_bytes: int | None = None,
         disk_bytes: int = 0,
         disk_write_bytes_per_s: float | None = None,
@@ -70,7 +74,14 @@ class SimulatedMachine(Machine):
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.hardware = hardware = hardware_preset(hardware) if isinstance(hardware, str) else hardware
-        self.ranks = ranks
+        self.ranks, self.rank = ranks, rank
+
+        def weight(of_rank: int) -> int:
+            return weights[of_rank * len(weights) // ranks]
+
+        first = rank - rank % hardware.gpus_per_node
+        on_its_node = range(first, min(ranks, first + hardware.gpus_per_node))
+        self._weight, self._weight_of_node = weight(rank), sum(map(weight, on_its_node))
         self._on_node = on_node = min(ranks, hardware.gpus_per_node)
         in_use = on_node / hardware.gpus_per_node
 
@@ -85,12 +96,12 @@ class SimulatedMachine(Machine):
         self._host_bytes = int(hardware.host_bytes * in_use) if host_bytes is None else host_bytes
         self.clock = Clock(LAUNCH_NS)
         self.memory = SimulatedDeviceMemory(self.device_bytes - OUTSIDE_BYTES)
-        network = SimulatedNetwork(hardware, ranks)
+        self.network = SimulatedNetwork(hardware, ranks)
         self.kernels = SimulatedKernels(
             hardware,
             self.clock,
             self.memory,
-            network,
+            self.network,
             assume=assume,
             host_bytes_per_s=hardware.node_d2h_bytes_per_s / on_node,
         )
@@ -135,8 +146,8 @@ class SimulatedMachine(Machine):
         return self._host_bytes
 
     def share_of_node(self, nbytes: int, *, weight: int = 1) -> int:
-        """An equal share: the node's other ranks are taken to need as much."""
-        return nbytes // self._on_node
+        """A share by the weight of the rank's stage: ranks of one stage need the same."""
+        return nbytes * self._weight // self._weight_of_node
 
     def backend(self, *, timing: bool) -> SimulatedBackend:
         """A backend on this machine's clocks; times are always measured."""

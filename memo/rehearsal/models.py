@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from memo.errors import UsageError, one_line
 from memo.gpt.model import sharded_stages
+from memo.gpt.train import TiedEmbedding
 from memo.hugging_face import (
     PUBLISHED,
     built_model,
@@ -20,8 +22,8 @@ from memo.hugging_face import (
     published_name,
 )
 from memo.loss import loss_without_logits
-from memo.parallel import World
-from memo.parallel.decoders import parallelize
+from memo.parallel import PipelineSchedule, World, make_schedule
+from memo.parallel.decoders import DecoderPipeline, parallelize
 from memo.record import Step
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ def hugging_face_step(
     layers: int | None = None,
     tp: int = 1,
     cp: int = 1,
+    pp: int = 1,
+    schedule: str = PipelineSchedule.ONE_F_ONE_B,
+    microbatches: int = 1,
+    stage_layers: Sequence[int] = (),
 ) -> Callable[..., Step]:
     """Returns a function that builds the step of a model of transformers, in bfloat16.
 
@@ -53,9 +59,14 @@ def hugging_face_step(
         layers: number of layers instead of the configuration's.
         tp: tensor-parallel GPUs.
         cp: GPUs that divide the tokens of each sequence.
+        pp: GPUs that divide the layers.
+        schedule: with `pp`, as of `memo.parallelize`.
+        microbatches: with `pp`, of a step.
+        stage_layers: with `pp`, layers of each stage; empty: balanced by `memo.parallelize`.
 
     Returns:
-        A callable with the keywords `batch` and `tokens`, which returns a Step whose loss takes these sizes.
+        A callable with the keywords `batch` and `tokens`, which returns a Step whose loss takes these sizes; with `pp` the
+        caller's rank's, whose loss runs the schedule and takes none.
 
     Raises:
         UsageError: there is no such model, or transformers or PEFT is not installed or refuses it.
@@ -81,12 +92,21 @@ def hugging_face_step(
         if lora:
             made = _adapted(made, lora, name=name)
         if dist.is_initialized():
-            made = parallelize(made, tp=tp, cp=cp, dp=dist.get_world_size() // (tp * cp))
+            staged: dict[str, Any] = {"microbatches": microbatches, "stage_layers": stage_layers, "tokens": tokens}
+            dp = dist.get_world_size() // (tp * cp * pp)
+            made = parallelize(made, tp=tp, cp=cp, pp=pp, dp=dp, schedule=schedule, **(staged if pp > 1 else {}))
         made.to_empty(device="cpu")
-        made.tie_weights()
         made.train()
-        if without_logits:
-            loss_without_logits(made)
+        last: Any = made.stages[-1] if isinstance(made, DecoderPipeline) else None
+        if last is None:
+            made.tie_weights()
+        if without_logits and (last is None or last.is_last):
+            loss_without_logits(made if last is None else last.model)
+        if last is not None:
+            ids = torch.zeros(batch * microbatches, tokens, dtype=torch.int64)
+            step = functools.partial(made.step, input_ids=ids, labels=ids)
+            order = made.schedule(*ids.shape)
+            return Step(model=made, loss=step, inputs=(ids,), layers=made.layers, schedule=order)
 
         def loss(tokens: int = tokens) -> torch.Tensor:
             ids = torch.zeros(batch, tokens, dtype=torch.int64)
@@ -97,12 +117,13 @@ def hugging_face_step(
     return build
 
 
-def gpt_step_of_rank(config: GPTConfig, layout: Layout) -> Callable[..., Step]:
-    """Returns a function that builds the first rank's step of memo's GPT in bfloat16, as `memo train` divides it.
+def gpt_step_of_rank(config: GPTConfig, layout: Layout, *, microbatches: int = 1) -> Callable[..., Step]:
+    """Returns a function that builds a rank's step of memo's GPT in bfloat16, as `memo train` divides it.
 
     Args:
         config: the whole model.
-        layout: without pipeline parallelism.
+        layout: of the ranks.
+        microbatches: of a step, with pipeline parallelism.
 
     Returns:
         A callable with the keywords `batch`, sequences in a microbatch of each of the layout's `dp` replicas, and `tokens`
@@ -111,15 +132,34 @@ def gpt_step_of_rank(config: GPTConfig, layout: Layout) -> Callable[..., Step]:
 
     def build(*, batch: int, tokens: int) -> Step:
         world = World.of(layout, "cpu")
-        (stage,) = sharded_stages(config, world, seq=tokens, dtype=torch.bfloat16)
-        stage.to_empty(device="cpu")
-        ids = torch.zeros(batch, len(stage.own), dtype=torch.int64)
-
-        def loss() -> torch.Tensor:
-            return stage(ids, ids)  # type: ignore[no-any-return]
-
+        stages = sharded_stages(config, world, seq=tokens, dtype=torch.bfloat16)
+        model = stages[0] if len(stages) == 1 else torch.nn.ModuleList(stages)
+        model.to_empty(device="cpu")
+        tokens = len(stages[0].own)
+        ids = torch.zeros(batch * microbatches, tokens, dtype=torch.int64)
+        layers = [layer for stage in stages for layer in stage.layers.values()]
         group = world.layer_ranks.get_group()
-        return Step(model=stage, loss=loss, inputs=(ids,), layers=list(stage.layers.values()), group=group)
+        if layout.pp == 1:
+            return Step(model=model, loss=lambda: stages[0](ids, ids), inputs=(ids,), layers=layers, group=group)
+        schedule = make_schedule(
+            layout,
+            dict(zip(layout.stages_of(world.pp), stages, strict=True)),
+            world.group("pp"),
+            tokens=torch.empty(batch, tokens, dtype=torch.int64, device="meta"),
+            hidden=torch.empty(batch, tokens, config.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True),
+            microbatches=microbatches,
+            device=torch.device("cpu"),
+        )
+        first = (ids,) if stages[0].is_first else ()
+        last = {"target": ids, "losses": [], "targets": ids} if any(stage.is_last for stage in stages) else {}
+
+        tied = TiedEmbedding(stages, world)
+
+        def loss() -> None:
+            schedule.step(*first, **last, return_outputs=False)
+            tied.add_gradients()
+
+        return Step(model=model, loss=loss, inputs=(ids,), layers=layers, group=group, schedule=schedule)
 
     return build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memo.dry_run import collective_of
-from memo.gpt.arithmetic import collective_s
+from memo.gpt.arithmetic import CollectiveKind, collective_s
 from memo.mip.inputs import Collectives, RankGroup
 
 if TYPE_CHECKING:
@@ -25,9 +25,11 @@ class SimulatedNetwork:
         self._times = Collectives(hardware)
         self._gpus_per_node = hardware.gpus_per_node
         self._ranks = ranks
+        self.send_s = 0.0
+        """Seconds of the last message to another pipeline stage."""
 
     def collective(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[float, tuple[int, ...]] | None:
-        """Seconds and ranks of an operator of torch's process groups; None for those that only wait.
+        """Seconds and ranks of an operator of torch's process groups; None for those that only wait, and for messages.
 
         Raises:
             RecordError: it is a collective that memo does not know.
@@ -40,4 +42,8 @@ class SimulatedNetwork:
         group = RankGroup.of(
             len(call.ranks), stride=abs(second - first), gpus_per_node=self._gpus_per_node, gpus=self._ranks
         )
-        return collective_s(self._times, call.kind, call.nbytes, group), call.ranks
+        seconds = collective_s(self._times, call.kind, call.nbytes, group)
+        if call.kind in (CollectiveKind.SEND, CollectiveKind.RECEIVE):
+            self.send_s = seconds or self.send_s
+            return None
+        return seconds, call.ranks

@@ -41,6 +41,7 @@ from memo.parallel import fake_group
 from memo.record import checkpoint_layers, make_optimizer, users_errors
 from memo.rehearsal.machine import SimulatedMachine
 from memo.rehearsal.streams import streams_on
+from memo.rehearsal.turns import RankTimes, TurnMeter
 from memo.swap import Totals, find_layers
 from memo.units import format_bytes, parse_bytes
 
@@ -90,6 +91,8 @@ class RehearsedStep:
     stall_s: float
     trials: int
     """Trial replays."""
+    times: RankTimes | None = None
+    """Times of its turns, in a pipeline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +137,18 @@ class Rehearsal:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of the last step, of those by a settled plan one without trial replays; None where none ended."""
-        return self._seconds_by_tokens()[self.steps[-1].tokens] if self.steps else None
+        """Seconds of the usual step of the last one's length; None where none ended."""
+        return None if self.usual_step is None else self.usual_step.seconds
 
-    def _seconds_by_tokens(self) -> dict[int, float]:
-        """Seconds of a step of each length. At the 10th call of a layer, the 100th and so on, its replay is tried again."""
+    @property
+    def usual_step(self) -> RehearsedStep | None:
+        """The last step, of those by a settled plan one without trial replays; None where none ended."""
+        return self._usual_by_tokens()[self.steps[-1].tokens] if self.steps else None
+
+    def _usual_by_tokens(self) -> dict[int, RehearsedStep]:
+        """Usual step of each length. At the 10th call of a layer, the 100th and so on, its replay is tried again."""
         usual = (step for step in self.steps if self.settled and step.is_settled and not step.trials)
-        return {step.tokens: step.seconds for step in self.steps} | {step.tokens: step.seconds for step in usual}
+        return {step.tokens: step for step in self.steps} | {step.tokens: step for step in usual}
 
     @property
     def violations(self) -> tuple[BudgetViolation, ...]:
@@ -174,8 +182,8 @@ class Rehearsal:
         after = self.settled_after
         if after is None:
             return None
-        by_tokens = self._seconds_by_tokens()
-        return sum(step.seconds - by_tokens[step.tokens] for step in self.steps[:after])
+        usual = self._usual_by_tokens()
+        return sum(step.seconds - usual[step.tokens].seconds for step in self.steps[:after])
 
 
 def rehearse(
@@ -263,11 +271,11 @@ def rehearse(
 
 @contextlib.contextmanager
 def ranks_of(machine: SimulatedMachine) -> Iterator[None]:
-    """Makes this process the first of the machine's ranks; nothing for one rank."""
+    """Makes this process the machine's rank; nothing for one rank."""
     if machine.ranks == 1:
         yield
         return
-    with fake_group(machine.ranks), streams_on(machine.clock), storages_without_memory(machine.memory):
+    with fake_group(machine.ranks, machine.rank), streams_on(machine.clock), storages_without_memory(machine.memory):
         yield
 
 
@@ -312,11 +320,12 @@ class _Run:
         if self._way is Way.CHECKPOINT:
             checkpoint_layers(find_layers(step.model, step.layers))
         elif self._way is Way.MEMO:
-            manager = offload(step.model, layers=step.layers, group=step.group, **given)
+            manager = offload(step.model, layers=step.layers, group=step.group, schedule=step.schedule, **given)
             self._manager = manager
             if self._attach:
                 manager.attach()
         self._static_bytes = machine.memory.used
+        self._meter = None if step.schedule is None else TurnMeter(machine, step.schedule)
 
     def _host_optimizer(self, model: torch.nn.Module) -> HostOptimizer:
         machine = self._machine
@@ -351,6 +360,8 @@ class _Run:
         tokens = self._lengths[number % len(self._lengths)] if self._lengths else 0
         machine.memory.begin_step()
         begin_ns = clock.host_ns
+        if self._meter is not None:
+            self._meter.begin_step()
         for microbatch in range(self._accumulate):
             for module in self._sharded:
                 module.set_requires_gradient_sync(microbatch == self._accumulate - 1, recurse=False)
@@ -382,6 +393,7 @@ class _Run:
             recompute_s=added.recompute_s or 0.0,
             stall_s=added.stall_s or 0.0,
             trials=trials - self._trials,
+            times=None if self._meter is None else self._meter.end_step(),
         )
         self._totals, self._trials = totals, trials
         self._steps.append(step)

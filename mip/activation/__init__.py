@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         stage_memory as stage_memory,
     )
     from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
+    from memo.mip.activation.pipeline_time import microbatches_s as microbatches_s
     from memo.mip.activation.plan import (
         ActivationPlan as ActivationPlan,
         ActivationProblem as ActivationProblem,

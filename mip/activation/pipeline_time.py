@@ -13,25 +13,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
-    from memo.mip.activation.plan import Pipeline, StagePrediction
+    from memo.mip.activation.plan import Pipeline
 
 SendSeconds = Callable[[int, int], float]
 """(giving stage, taking stage) -> seconds of a message."""
 
 
+class StageTimes(Protocol):
+    """Times of one stage, predicted or measured."""
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds a step after the last backward until the stage has its gradients."""
+
+    def turn_s(self, chunk: int, kind: Pass) -> float:
+        """Seconds of one turn."""
+
+
 def microbatches_s(
-    pipeline: Pipeline, stages: Sequence[StagePrediction], *, send_s: SendSeconds = lambda giver, taker: 0.0
+    pipeline: Pipeline, stages: Sequence[StageTimes], *, send_s: SendSeconds = lambda giver, taker: 0.0
 ) -> float:
     """Seconds from the start of a step until every stage has its last gradients.
 
     Args:
         pipeline: stages and microbatches.
-        stages: predicted times of each stage.
+        stages: times of each stage.
         send_s: seconds of a message from one stage to another.
     """
     ahead = max(pipeline.stages, pipeline.in_flight(0))
@@ -44,7 +55,7 @@ def microbatches_s(
     return seconds + (pipeline.microbatches - shown) * (seconds - before_s) / ahead
 
 
-def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: SendSeconds) -> float:
+def _in_turns(pipeline: Pipeline, stages: Sequence[StageTimes], send_s: SendSeconds) -> float:
     count, last = len(stages), pipeline.chunks * len(stages) - 1
     clock, at = [0.0] * count, [0] * count
     orders = [pipeline.turns(stage) for stage in range(count)]
@@ -85,5 +96,5 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: Sen
     return _end_s(clock, stages)
 
 
-def _end_s(clock: Sequence[float], stages: Sequence[StagePrediction]) -> float:
+def _end_s(clock: Sequence[float], stages: Sequence[StageTimes]) -> float:
     return max(end_s + stage.sync_s for end_s, stage in zip(clock, stages, strict=True))

@@ -6,10 +6,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from memo.events import TierName
-from memo.units import format_bytes, format_duration, format_tokens, parse_bytes
+from memo.units import format_bytes, format_duration, format_tokens, parse_bytes, text_table
 
 if TYPE_CHECKING:
-    from memo.rehearsal import Rehearsal, RehearsedStep
+    from memo.rehearsal import Rehearsal, RehearsedPipeline, RehearsedStep
 
 _NEEDED = re.compile("it needs device='([^']+)' or more")
 """The planner's words where no plan fits."""
@@ -95,6 +95,49 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
                 cure = "a GPU with more memory"
             parts.append(f"{worst}{others}; it needs {cure}, or fewer tokens")
     return "; ".join(parts) or None
+
+
+def pipeline_table(found: RehearsedPipeline) -> str:
+    """A row for each stage, and the step of all."""
+    rows = [
+        (
+            str(number),
+            f"{format_bytes(max((step.device_bytes for step in stage.steps), default=0))} of "
+            f"{format_bytes(stage.device_budget)}",
+            f"{format_bytes(stage.steps[-1].host_bytes if stage.steps else 0)} of {format_bytes(stage.host_budget)}",
+            "-" if stage.usual_step is None else format_bytes(stage.usual_step.moved_bytes),
+            "-" if stage.usual_step is None else format_duration(stage.usual_step.recompute_s),
+            "-" if stage.step_s is None else format_duration(stage.step_s),
+            "-" if stage.settled_after is None else f"{stage.settled_after} steps",
+        )
+        for number, stage in enumerate(found.stages)
+    ]
+    head = ("stage", "device peak", "host peak", "offloaded", "recompute", "alone", "settled after")
+    pipeline = found.pipeline
+    order = f"{pipeline.stages} stages, {pipeline.schedule}, {pipeline.microbatches} microbatches"
+    pace = "no step of all stages" if found.step_s is None else f"{format_duration(found.step_s)} a step"
+    return f"{text_table(head, rows)}\n{order}: {pace}"
+
+
+def pipeline_summary(found: RehearsedPipeline) -> dict[str, Any]:
+    """Object that `--json` prints for a pipeline."""
+    return {
+        "fits": found.fits,
+        "settled_after_steps": found.settled_after,
+        "step_s": found.step_s,
+        "schedule": str(found.pipeline.schedule),
+        "microbatches": found.pipeline.microbatches,
+        "stages": [rehearsal_summary(stage) | _turns(stage.usual_step) for stage in found.stages],
+    }
+
+
+def _turns(step: RehearsedStep | None) -> dict[str, Any]:
+    """Mean seconds of a step's turns by chunk and kind, as 0F, and those after the last one."""
+    times = None if step is None else step.times
+    if times is None:
+        return {}
+    turns_s = {f"{chunk}{kind}": seconds for (chunk, kind), seconds in times.turns_s.items()}
+    return {"turns_s": turns_s, "sync_s": times.sync_s}
 
 
 def rehearsal_summary(found: Rehearsal) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         LayoutDecision as LayoutDecision,
     )
     from memo.gpt.train.embedding_gradients import rows_seen as rows_seen
-    from memo.gpt.train.parallel_step import ParallelTrainer as ParallelTrainer
+    from memo.gpt.train.parallel_step import ParallelTrainer as ParallelTrainer, TiedEmbedding as TiedEmbedding
     from memo.gpt.train.run import train as train
     from memo.gpt.train.step import weight_dtype as weight_dtype
 else:

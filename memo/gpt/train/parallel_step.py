@@ -108,7 +108,7 @@ class ParallelTrainer(Trainer):
         self._rows = rows // world.layout.dp
         self.schedule = self._make_schedule() if world.layout.pp > 1 else None
         """torch's pipeline schedule; None without pipeline parallelism."""
-        self._tied = _TiedEmbedding(stages, world)
+        self._tied = TiedEmbedding(stages, world)
         self._rows_of_experts = ExpertRowsMeter(stages, device, world.layout)
         self.sparse_embedding = SparseEmbeddingGradient(stages, world)
         """Exchange of the embedding's gradient as rows; does nothing where FSDP reduces it."""
@@ -281,8 +281,13 @@ class ParallelTrainer(Trainer):
         }
 
 
-class _TiedEmbedding:
-    """Tied embedding in a pipeline: the first and the last stage hold equal copies, and both get the summed gradient."""
+class TiedEmbedding:
+    """Tied embedding in a pipeline: the first and the last stage hold equal copies, and both get the summed gradient.
+
+    Args:
+        stages: of this rank.
+        world: the ranks.
+    """
 
     def __init__(self, stages: Sequence[PipelineStage], world: World) -> None:
         self._copies: list[nn.Parameter] = []
@@ -300,6 +305,7 @@ class _TiedEmbedding:
         self._group, _ = dist.new_subgroups_by_enumeration(ranks)
 
     def add_gradients(self) -> None:
+        """Gives both copies the sum of their gradients. A collective call of the ranks that have one."""
         if not self._copies:
             return
         locals_ = [_local(copy.grad) for copy in self._copies]
