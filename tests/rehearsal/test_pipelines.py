@@ -15,11 +15,11 @@ from memo.parallel import Layout
 from memo.rehearsal import RehearsedPipeline, SimulatedMachine, gpt_step_of_rank, rehearse_pipeline
 from memo.rehearsal.turns import RankTimes
 
-TOKENS, MICROBATCHES = 16384, 8
+TOKENS, MICROBATCHES = 16384, 4
 
 
-def rehearsed(layout: Layout, *, device: str = "4GiB", host: str = "16GiB", layers: int = 8) -> RehearsedPipeline:
-    config = preset("125m", layers=layers, max_seq=TOKENS)
+def rehearsed(layout: Layout, *, device: str = "4GiB", host: str = "16GiB") -> RehearsedPipeline:
+    config = preset("125m", layers=4, max_seq=TOKENS)
     build = functools.partial(gpt_step_of_rank(config, layout, microbatches=MICROBATCHES), batch=1, tokens=TOKENS)
     pipeline = Pipeline(
         stages=layout.pp, microbatches=MICROBATCHES, schedule=layout.schedule, chunks=layout.stages_per_rank
@@ -29,14 +29,13 @@ def rehearsed(layout: Layout, *, device: str = "4GiB", host: str = "16GiB", laye
 
 
 def test_each_stage_settles_in_its_budgets_and_shares_the_node_s_memory_by_what_it_holds() -> None:
-    found = rehearsed(Layout(pp=4), device="2GiB")
+    found = rehearsed(Layout(pp=4), device="1.8GiB")
     assert [stage.failure for stage in found.stages] == [None] * 4
     assert found.fits, [str(one) for stage in found.stages for one in stage.violations]
     assert found.settled_after is not None
     assert [stage.host_budget for stage in found.stages] == [(16 << 30) * held // 10 for held in (4, 3, 2, 1)]
-    assert found.stages[0].plan is not None
-    assert found.stages[0].plan.problem.pipeline.held == 4
-    assert found.stages[0].steps[-1].moved_bytes > 0
+    plans = [stage.plan for stage in found.stages if stage.plan is not None]
+    assert [plan.problem.pipeline.held for plan in plans] == [4, 3, 2, 1]
 
 
 def test_stages_wait_for_one_another() -> None:
@@ -71,33 +70,20 @@ def test_turns_of_every_kind_and_chunk_are_measured(schedule: PipelineSchedule) 
         assert sum(times.turns_s.values()) * MICROBATCHES + times.sync_s == pytest.approx(step, rel=1e-3)
 
 
+SEVEN_B = ("--model", "7b", "--layers", "8", "--pp", "4", "--accumulate", "8", "--device", "30GiB")
+QWEN = ("--model", "qwen3-0.6b", "--layers", "4", "--pp", "2", "--accumulate", "4", "--loss-without-logits")
 MODELS = {
-    "1f1b": ("--model", "7b", "--layers", "8", "--seq", "32k", "--gpus", "8", "--tp", "2", "--device", "30GiB"),
-    "gpipe": ("--model", "7b", "--layers", "8", "--seq", "16k", "--gpus", "8", "--cp", "2", "--device", "30GiB"),
-    "interleaved-1f1b": ("--model", "7b", "--layers", "8", "--seq", "16k", "--gpus", "4", "--device", "30GiB"),
-    "of transformers": (
-        *(
-            "--model",
-            "qwen3-0.6b",
-            "--layers",
-            "8",
-            "--seq",
-            "16k",
-            "--loss-without-logits",
-            "--gpus",
-            "8",
-            "--tp",
-            "2",
-        ),
-        *("--stage-layers", "2,2,2,2"),
-    ),
+    "1f1b": (*SEVEN_B, "--seq", "32k", "--gpus", "8", "--tp", "2"),
+    "gpipe": (*SEVEN_B, "--seq", "16k", "--gpus", "8", "--cp", "2"),
+    "interleaved-1f1b": (*SEVEN_B, "--seq", "16k", "--gpus", "4"),
+    "of transformers": (*QWEN, "--seq", "16k", "--gpus", "4", "--stage-layers", "2,2"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_a_pipeline_takes_what_is_planned(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (*MODELS[case], "--pp", "4", "--accumulate", "8", "--gpu", "h100", "--host", "200GiB", "--json")
+    flags = (*MODELS[case], "--gpu", "h100", "--host", "200GiB", "--json")
     schedule = ("--schedule", case) if case in tuple(PipelineSchedule) else ()
     assert main(["rehearse", *flags, *schedule]) == 0
     rehearsed = json.loads(capsys.readouterr().out)
