@@ -374,6 +374,23 @@ def test_tiles_save_nothing_wide_and_take_longer() -> None:
     assert tiled.classes[0].backward_flops - whole.classes[0].backward_flops == again
 
 
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+def test_tiles_repeat_the_products_that_run(variant: Variant) -> None:
+    def counted(config: GPTConfig) -> float:
+        hidden = torch.randn(BATCH, TOKENS, config.hidden, requires_grad=True)
+        tables = None
+        if config.positions == "rotary":
+            tables = rotary_tables(TOKENS, config.head_dim, config.rope_theta, device=hidden.device, dtype=hidden.dtype)
+        with FlopCounterMode(display=False) as counter:
+            Block(config)(hidden, tables).sum().backward()
+        return counter.get_total_flops()
+
+    whole = block_config(variant)
+    tiled = dataclasses.replace(whole, mlp_tiles=4)
+    added = derived_layer(tiled).backward_flops - derived_layer(whole).backward_flops
+    assert added == counted(tiled) - counted(whole) > 0
+
+
 def test_precision_says_how_many_bytes_the_stream_takes() -> None:
     """The input and the residual in four bytes rather than two: 2 + 2 of 18 units; and everything in float32."""
     unit = 4096 * 2 * PAPER.tokens / 8
