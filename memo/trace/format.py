@@ -66,6 +66,6 @@ def rate(bytes_per_s: float | None) -> str:
     """Formats bytes per second: `23.1 GB/s`, in powers of ten as links are specified; a dash for None."""
     if bytes_per_s is None:
         return "–"
-    if bytes_per_s < 1e6:
-        return f"{bytes_per_s / 1e3:.3g} kB/s"
-    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+    units = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
+    unit, size = next((pair for pair in units if bytes_per_s >= 0.9995 * pair[1]), units[-1])  # three digits: no 1e+03
+    return f"{bytes_per_s / size:.3g} {unit}"

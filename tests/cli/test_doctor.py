@@ -22,10 +22,12 @@ from ready_ranks import run_ranks
 from memo.cli.doctor import _host_rows
 from memo.cli.main import main
 from memo.errors import ExitCode, ScratchFull
-from memo.machine import HostFacts, LinkRates, doctor, examine, link_bandwidth, sustained_write
+from memo.machine import HostFacts, KernelRates, LinkRates, doctor, examine, link_bandwidth, sustained_write
+from memo.machine.kernel_rates import AttentionRate
 from memo.machine.link_bandwidth import measure_disk
 from memo.machine.process_memory import HostUser
 from memo.mip.activation import read_activation_plan
+from memo.mip.inputs import PRESETS, with_measured_rates
 from memo.swap.disk import DiskStore, gds_probe, mount_of, obstacles, try_gds
 from memo.swap.disk.gds_probe import Mount
 
@@ -136,7 +138,7 @@ def test_the_table_of_ranks_has_a_line_for_each_collective(tmp_path: Path) -> No
     said = " ".join(done.stdout.split())
     assert "collectives 2 ranks, gloo" in said
     for name in ("all-gather", "reduce-scatter", "all-to-all", "send"):
-        assert re.search(rf"{name} in a node [\d.]+ (s|ms|µs) \+ bytes / [\d.e+]+ [kMG]?B/s among 2 ranks, ", said)
+        assert re.search(rf"{name} in a node [\d.]+ (s|ms|µs) \+ bytes / [\d.e+]+ [kMGT]B/s among 2 ranks, ", said)
     assert said.count("host copy") == 1
 
 
@@ -319,6 +321,31 @@ def test_a_gpu_that_torch_cannot_use_is_described_without_rates(monkeypatch: pyt
     assert found.gpus[0].link is None
     assert (found.gpus[0].pcie_generation, found.gpus[0].pcie_generation_max) == (4, 5)
     assert "cannot use the GPU" in str(found.gpu_problem)
+
+
+def test_the_table_has_the_rates_of_kernels_and_a_plan_takes_them_from_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = tuple(
+        AttentionRate(head=head, tokens=tokens, forward_flops_per_s=forward, backward_flops_per_s=forward - 50e12)
+        for head, forward in ((64, 400e12), (128, 600e12))
+        for tokens in (4096, 16384, 65536)
+    )
+    kernels = KernelRates(product_flops_per_s=650e12, copy_bytes_per_s=2.999e12, launch_s=5e-6, attention=attention)
+    (gpu,) = examine([], seconds=SECONDS, nvml=one_gpu()).gpus
+    found = dataclasses.replace(
+        examine([], seconds=SECONDS, nvml=no_gpu()), gpus=[dataclasses.replace(gpu, kernels=kernels)]
+    )
+    monkeypatch.setattr("memo.machine.examine", lambda *_, **__: found)
+    assert main(["doctor"]) == ExitCode.OK
+    table = " ".join(capsys.readouterr().out.split())
+    assert "GPU 0 kernels matrix product 650 TFLOP/s, copy 3 TB/s, read and written, launch 5 µs" in table
+    assert "attention, heads of 128 600 forward, 550 backward TFLOP/s at 16k tokens" in table
+    assert main(["doctor", "--json"]) == ExitCode.OK
+    (tmp_path / "doctor.json").write_text(capsys.readouterr().out)
+    machine = with_measured_rates(PRESETS["h100"], tmp_path / "doctor.json")
+    assert 1e12 / machine.attention_s(1e12, head=64, keys=16384) == pytest.approx(400e12)
+    assert machine.product_flops_per_s == pytest.approx(650e12)
 
 
 def test_a_link_is_measured_on_the_gpu_at_the_same_bus_address(monkeypatch: pytest.MonkeyPatch) -> None:
