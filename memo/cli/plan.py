@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 plan = request.plan()
                 simulation = verify_by_simulation(plan)
             except DoesNotFit as error:
-                misfit = error, changes_that_fit(request, error, say=waiting.say)
+                misfit = error, changes_that_fit(request, error, say=waiting.say, shortens=not args.max_seq)
     if misfit is not None:
         raise explain_misfit(request, *misfit, as_json=args.json)
     if args.sweep is not None:
@@ -239,7 +239,10 @@ class _Found:
 def _request(args: argparse.Namespace, *, say: Callable[[str], None]) -> tuple[Request, _Found]:
     """The request of the flags, with what was searched for filled in; `say` is told what is done."""
     if args.max_seq:
-        longest = longest_sequence(parse_request(args, say=say), say=say)
+        asked = parse_request(args, say=say)
+        if not asked.fits():
+            return asked, _Found()  # planning it says what it lacks
+        longest = longest_sequence(asked, say=say)
         summary = {"max_seq": longest.request.layout.tokens, "binds": longest.binds, "proposal": longest.proposal}
         return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
     if args.gpus != AUTO:

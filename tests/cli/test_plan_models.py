@@ -155,6 +155,15 @@ def test_the_longest_sequence_says_what_binds_and_what_would_lengthen_it(
     )
 
 
+def test_where_no_length_fits_the_longest_sequence_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "llama3-70b", "--max-seq", "--gpu", "h100", "--gpus", "64", "--cp", "8"]
+    assert main(asked) == ExitCode.INFEASIBLE
+    (told,) = re.findall("; it fits with (.*?); the smallest device budget", capsys.readouterr().err)
+    first = told.split(" or ")[0]
+    assert "--seq" not in told
+    assert main([*asked, *first.split()]) == ExitCode.OK
+
+
 def test_memos_gpt_and_transformers_model_save_the_same_bytes_but_for_norms(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from

@@ -42,19 +42,14 @@ def longest_sequence(request: Request, *, say: Callable[[str], None]) -> Longest
     """Finds the longest sequence that fits, in multiples of TILE_TOKENS tokens for each context-parallel rank.
 
     Args:
-        request: the request, of any length.
+        request: the request, of any length; one tile of it fits.
         say: is told which changes are tried.
-
-    Raises:
-        Infeasible: not even one tile fits; the message says what it lacks.
     """
     tile = TILE_TOKENS * request.layout.cp
 
     def does_fit(tiles: int) -> bool:
         return _of_length(request, tiles * tile).fits()
 
-    if not does_fit(1):
-        _of_length(request, tile).plan()  # raises
     low, high = last_that_fits(does_fit, 1, tile=tile)
     longest = _of_length(request, low * tile)
     if high is None:
