@@ -96,6 +96,13 @@ def test_attention_has_the_published_rates_of_its_kernel_head_size_and_direction
     assert 2.5e12 / seconds == pytest.approx(1e12 * backward, rel=5e-3)
 
 
+@pytest.mark.parametrize(("head", "published"), [(64, 171), (128, 189)])
+def test_attention_of_an_a100_has_the_published_rate_of_both_passes(head: int, published: int) -> None:
+    """Dao 2023 (2307.08691), figure 4: causal, 16k tokens, TFLOP/s."""
+    passes = [PRESETS["a100-80g"].attention_s(1e12, head=head, keys=16384, backward=back) for back in (False, True)]
+    assert 3.5 / sum(passes) == pytest.approx(published, rel=5e-3)
+
+
 def test_attention_whose_keys_and_values_exceed_the_cache_is_slower_and_other_heads_lie_between() -> None:
     machine = PRESETS["h100"]
     near, far = (machine.attention_s(1e12, head=128, keys=keys) for keys in (97_000, 98_000))
