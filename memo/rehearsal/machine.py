@@ -36,8 +36,6 @@ OUTSIDE_BYTES = 700 << 20
 """Bytes of a GPU that its context and torch's kernels take before the first tensor: H100, CUDA 13."""
 LOCK_S_PER_GIB = 0.1
 """Pinning as memo does it: 0.075 to 0.12 s a GiB (benchmarks/results, H100 and H200)."""
-LAUNCH_NS = 6_000
-"""Host time of an eager operator, estimated."""
 GIB = 1 << 30
 
 
@@ -94,7 +92,7 @@ class SimulatedMachine(Machine):
             raise UsageError(f"{hardware.name}: a disk needs rates of writes and reads, in bytes per second")
         self.disk_bytes = disk_bytes
         self._host_bytes = int(hardware.host_bytes * in_use) if host_bytes is None else host_bytes
-        self.clock = Clock(LAUNCH_NS)
+        self.clock = Clock(round(1e9 * hardware.launch_s))
         self.memory = SimulatedDeviceMemory(self.device_bytes - OUTSIDE_BYTES)
         self.network = SimulatedNetwork(hardware, ranks)
         self.kernels = SimulatedKernels(

@@ -38,7 +38,7 @@ def test_a_product_takes_its_flops(machine: SimulatedMachine, dtype: torch.dtype
         machine.clock.finish()
         before = machine.clock.host_ns
         _ = a @ b
-    assert kernel_s(machine, before) == pytest.approx(2 * 4096**3 / (100e12 * share) + 6e-6, rel=1e-4)
+    assert kernel_s(machine, before) == pytest.approx(2 * 4096**3 / (100e12 * share) + GPU.launch_s, rel=1e-4)
 
 
 def test_an_element_wise_kernel_takes_its_bytes(machine: SimulatedMachine) -> None:
@@ -47,7 +47,7 @@ def test_an_element_wise_kernel_takes_its_bytes(machine: SimulatedMachine) -> No
         machine.clock.finish()
         before = machine.clock.host_ns
         _ = x * 2
-    assert kernel_s(machine, before) == pytest.approx(2 * 2 * (1 << 28) / 1e12 + 6e-6, rel=1e-3)
+    assert kernel_s(machine, before) == pytest.approx(2 * 2 * (1 << 28) / 1e12 + GPU.launch_s, rel=1e-3)
 
 
 def test_allocations_and_views_launch_nothing_and_views_take_no_memory(machine: SimulatedMachine) -> None:
@@ -93,3 +93,15 @@ def test_reading_a_value_waits_for_the_device_and_needs_a_number(machine: Simula
         x = torch.zeros(4096, 4096, dtype=torch.bfloat16)
         assert (x @ x).sum().item() == 3.0
     assert assumed.clock.host_ns >= assumed.clock.compute_ns
+
+
+def test_a_launch_takes_the_time_that_the_machine_has() -> None:
+    taken = []
+    for launch_s in (5e-6, 50e-6):
+        machine = SimulatedMachine(dataclasses.replace(GPU, launch_s=launch_s))
+        with machine.kernels:
+            x = torch.zeros(8)
+            before = machine.clock.host_ns
+            x.add_(1.0)
+        taken.append(machine.clock.host_ns - before)
+    assert taken == [5_000, 50_000]
