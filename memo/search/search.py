@@ -30,6 +30,7 @@ from memo.mip.activation import find_plan
 from memo.search.bounds import Bound, BoundSequence
 from memo.search.candidates import Candidate
 from memo.search.nodes import Node, NodeStage, moved, node_of, problem_of, refine, roomier
+from memo.units import format_duration
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
@@ -362,10 +363,10 @@ class _Search:
 
     def _progress(self, bound_s: float) -> str:
         best = min(self._best_s.values(), default=None)
-        found = "" if best is None else f"best step {best:,.3g} s, "
+        found = "" if best is None else f"best step {format_duration(best)}, "
         self._progress_s = max(bound_s, self._progress_s)  # other divisions are open without a bound at first
         counts = f"{len(self._planned)} planned, {len(self._open):,} open"
-        return f"searching layouts, {counts}, {found}bound {self._progress_s:,.3g} s"
+        return f"searching layouts, {counts}, {found}bound {format_duration(self._progress_s)}"
 
     # Answer.
 
