@@ -442,8 +442,7 @@ def _kept(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not counts:
         return []
     told = " and ".join(f"{count} rows are of commit {commit}" for commit, count in counts.items())
-    again = ", ".join(row["name"] for row in rows if "commit" not in row)
-    return textwrap.wrap(f"{told}; searched again were {again}.", 125)
+    return textwrap.wrap(f"{told}; the others were searched again.", 125)
 
 
 def _compared(row: dict[str, Any], *, key: str, published: float | None) -> list[str]:
