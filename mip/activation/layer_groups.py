@@ -130,9 +130,9 @@ class DeviceRows:
     room: NDArray[np.float64]
     """Room of each row for what the plan decides."""
     counts: IntArray
-    """How often each row has each group, in each of `parts`."""
+    """Number of times that each row counts each group, by form."""
     parts: list[tuple[Part, ...]]
-    """Bytes of each group's layer in each form in which it is on the device."""
+    """Bytes of each group's layer on the device, by form."""
     added: set[int] = dataclasses.field(default_factory=set)
     """Rows that are in the program."""
 

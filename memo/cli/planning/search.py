@@ -121,7 +121,7 @@ def _of_length(request: Request, tokens: int) -> Request:
 
 
 def _misfit(request: Request) -> DoesNotFit:
-    """What a request lacks that does not fit."""
+    """Answer of a request that does not fit: what it lacks."""
     try:
         dataclasses.replace(request, tiles=request.tiles[-1:]).plan()
     except DoesNotFit as error:

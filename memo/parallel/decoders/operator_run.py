@@ -20,7 +20,7 @@ from memo.parallel.decoders.operators import Flow, NotDivisible, OperatorCall, S
 from memo.torch_private import TorchDispatchMode
 
 WITHOUT_GRADIENT = ("detach", "zeros", "ones", "full", "empty", "new_")
-"""How the names of operators begin whose results have no gradient."""
+"""Beginnings of the names of operators whose results have no gradient."""
 
 
 class OperatorRun(TorchDispatchMode):
