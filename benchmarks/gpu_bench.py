@@ -62,6 +62,11 @@ CASES: dict[str, tuple[Case, ...]] = {
             ("llama-3-8b+lora16", 16),
             ("qwen3-4b", 32),
             ("llama-3-8b+lora16", 128),
+            ("qwen3-4b", 16),
+            ("qwen3-4b", 128),
+            ("qwen3-0.6b", 16),
+            ("qwen3-0.6b", 64),
+            ("qwen3-0.6b", 128),
         )
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_hf import ALPHA_0, DEFAULTS
+from benchmarks.gpu_hf import ALPHA_0, DEFAULTS, best_flag_s
 from benchmarks.peers.ways import ATTENTION, AXOLOTL, CHECKPOINTING, KEEP, TRANSFORMERS_ATTENTION
 from benchmarks.results import ROOT, newest_result
 from memo.units import format_tokens
@@ -45,14 +45,29 @@ def hf_table(folder: Path = RESULTS) -> list[str]:
 
 
 def predicted_table(folder: Path = RESULTS) -> list[str]:
-    """Lines of Markdown: a row for each model and length of the newest prediction, a column for each method."""
+    """Lines of Markdown: a row for each model and length of the newest prediction, a column for each method.
+
+    The last column is the step of memo's defaults over that of the best other method at no more device memory.
+    """
     body = newest_result("hf-predicted", folder)
-    lines = [["model, tokens", *METHODS], ["---"] * (1 + len(METHODS))]
+    heads = ["model, tokens", *METHODS, "defaults / best other"]
+    lines = [heads, ["---"] * len(heads)]
     for case in [] if body is None else body["cases"]:
         rows = {row["way"]: row for row in case["ways"]}
         name = f"{case['model']}, {format_tokens(case['tokens'])}"
-        lines.append([name, *(_predicted_cell(rows.get(way)) for way in METHODS)])
+        lines.append([name, *(_predicted_cell(rows.get(way)) for way in METHODS), _over_best(rows)])
     return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _over_best(rows: dict[str, dict[str, Any]]) -> str:
+    found = [
+        {"way": way, "step_s": row["predicted_s"], "peak_device_bytes": row.get("predicted_device_bytes")}
+        for way, row in rows.items()
+        if row["predicted_s"] is not None
+    ]
+    own = next((row for row in found if row["way"] == DEFAULTS), None)
+    best = None if own is None else best_flag_s(own, found)
+    return "" if own is None or best is None else f"{own['step_s'] / best:.2f}"
 
 
 def _predicted_cell(row: dict[str, Any] | None) -> str:

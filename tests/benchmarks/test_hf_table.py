@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_hf import DEFAULTS
+from benchmarks.gpu_hf import ALPHA_0, DEFAULTS
 from benchmarks.hf_table import METHODS, MODEL, hf_table, predicted_table
-from benchmarks.peers.ways import AXOLOTL, CHECKPOINTING, KEEP
+from benchmarks.peers.ways import ATTENTION, AXOLOTL, CHECKPOINTING, KEEP
 
 GIB = 1 << 30
 
@@ -62,12 +62,15 @@ def test_what_is_predicted_is_a_row_for_each_model_and_length(tmp_path: Path) ->
         {"way": KEEP, "predicted_s": None},
         {"way": DEFAULTS, **numbers},
         {"way": AXOLOTL, **numbers, "predicted_host_bytes": GIB},
+        {"way": CHECKPOINTING, "predicted_s": 5.0, "predicted_device_bytes": 2 * GIB, "predicted_host_bytes": 0},
+        {"way": ATTENTION, "predicted_s": 1.0, "predicted_device_bytes": 4 * GIB, "predicted_host_bytes": 0},
     ]
     write(tmp_path / "e-hf-predicted.json", "hf-predicted", "07:00:00", rows)
     _, _, line = predicted_table(tmp_path)
-    cells = dict(zip(["case", *METHODS], line.strip("| ").split(" | "), strict=True))
+    cells = dict(zip(["case", *METHODS, "ratio"], line.strip("| ").split(" | "), strict=True))
     assert cells["case"] == f"{MODEL}, 32k"
     assert cells[KEEP] == "out of memory"
     assert cells[DEFAULTS] == "2.50 s, 3.0 GiB"
     assert cells[AXOLOTL] == "2.50 s, 3.0 + 1.0 GiB"
-    assert cells[CHECKPOINTING] == ""
+    assert cells[ALPHA_0] == ""
+    assert cells["ratio"] == "1.00", "the fastest other method has more memory"

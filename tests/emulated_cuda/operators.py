@@ -74,10 +74,14 @@ def on_device(tensor: Tensor) -> Tensor:
 
 
 class _Drawing:
-    """torch's CPU generator draws for the device's, from where that one stands."""
+    """torch's CPU generator draws for a generator of the device, from where that one stands."""
+
+    def __init__(self, arguments: Any) -> None:
+        given = (value for value in tree_leaves(arguments) if isinstance(value, torch.Generator))
+        self._generator = next(given, torch.cuda.default_generators[0])
 
     def __enter__(self) -> None:
-        generator = torch.cuda.default_generators[0]
+        generator = self._generator
         self._state = torch.default_generator.get_state()
         torch.default_generator.manual_seed((generator.initial_seed() * 1_000_003 + generator.get_offset()) % (1 << 62))
         generator.set_offset(generator.get_offset() + 4)
@@ -141,7 +145,7 @@ def _emulated(op: Any, name: str) -> Any:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             given, named = tree_map(call.down, args), tree_map(call.down, kwargs)
             if draws:
-                with _Drawing():
+                with _Drawing((args, kwargs)):
                     out = op(*given, **named)
             else:
                 out = op(*given, **named)

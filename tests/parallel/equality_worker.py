@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import tempfile
 import warnings
@@ -23,7 +24,8 @@ from memo.gpt.train.step import Trainer
 from memo.parallel import ContextAttention, Layout, PipelineSchedule, World, join
 
 SEQ, ROWS, STEPS, SEED = 64, 4, 3, 7
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("EQUALITY_DEVICE", "cpu"))
+"""Of every rank: on "cuda:0" they share one GPU, and gloo copies what it sends through host memory."""
 
 # float32 sums of a few thousand terms in another order: some 2^-24 * sqrt(4096) of the largest partial sum. AdamW divides by
 # an entry's own size, so what is off in an entry near its epsilon is magnified; where the data has such an entry, float64
@@ -72,15 +74,15 @@ def steps(trainer: Trainer) -> list[Step]:
 
 
 def alone(shape: GPTConfig, microbatches: int, dtype: torch.dtype) -> list[Step]:
-    model = GPT(shape, device="meta", dtype=dtype).to_empty(device="cpu")
+    model = GPT(shape, device="meta", dtype=dtype).to_empty(device=DEVICE)
     initialise(model, shape, SEED)
-    return steps(Trainer(model, Drawn(), training(microbatches), device=CPU))
+    return steps(Trainer(model, Drawn(), training(microbatches), device=DEVICE))
 
 
 def divided(
     shape: GPTConfig, world: World, microbatches: int, dtype: torch.dtype, alpha: float | None = None
 ) -> list[Step]:
-    stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=dtype, seed=SEED)
+    stages = build_stages(shape, world, seq=SEQ, device=DEVICE, dtype=dtype, seed=SEED)
     managed: memo.Manager | None = None
     with tempfile.TemporaryDirectory() as scratch:
         if alpha is not None:
@@ -89,7 +91,7 @@ def divided(
             managed = memo.offload(model, host="8MiB", disk=scratch, min_bytes=256, layers=layers, alpha=alpha)
         with closing(managed) if managed is not None else nullcontext():
             trainer = ParallelTrainer(
-                stages, world, Drawn(), training(microbatches), device=CPU, rows=ROWS, around_forward=managed
+                stages, world, Drawn(), training(microbatches), device=DEVICE, rows=ROWS, around_forward=managed
             )
             done = steps(trainer)
             if managed is not None:
@@ -157,7 +159,7 @@ def check(name: str, alphas: list[float]) -> str:
     shape = preset("tiny", **(sizes | model))
     layout.check(shape, seq=SEQ, batch=ROWS, microbatches=microbatches)
     layout.check_ranks(dist.get_world_size())
-    world = World.of(layout, "cpu")
+    world = World.of(layout, DEVICE.type)
     plain = divided(shape, world, microbatches, dtype)
     worst, bound = compare(plain, alone(shape, microbatches, dtype)), BOUND[dtype]
     assert worst <= bound, f"{name}: {worst:.3g} off one process, more than {bound}"
@@ -175,7 +177,10 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*whole tensors")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    with join(CPU):
+    if DEVICE.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        torch.cuda.init()  # otherwise DeviceMesh gives each rank a GPU of its own
+    with join(torch.device("cpu")):
         for name in sys.argv[2:]:
             told = check(name, [float(alpha) for alpha in sys.argv[1].split(",")])
             dist.barrier()

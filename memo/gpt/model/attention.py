@@ -7,9 +7,9 @@ values have their own number of heads.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from memo.gpt.model.attention_kernel import (
     AttentionKind,
     Kernel,
     KernelChoice,
+    by_package,
     choose,
     is_refusal,
     refuse,
@@ -49,10 +50,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, windo
     window = _within(window, query.shape[1])
 
     def run(choice: KernelChoice) -> torch.Tensor:
-        if choice.kernel is Kernel.FLASH_ATTN:
-            function = importlib.import_module("flash_attn").flash_attn_func
-            result: torch.Tensor = function(query, key, value, causal=True, **_flash_window(window))
-            return result
+        if choice.kernel.package is not None:
+            return by_package(choice.kernel, "flash_attn_func", query, key, value, **_window_size(window))
         return _by_torch(query, key, value, choice, window)
 
     return _with_fallback(run, query, key, batch=query.shape[0], seq=query.shape[1], local=window is not None)
@@ -64,8 +63,8 @@ def attend_within(
 ) -> torch.Tensor:
     """Causal attention within each document; tensors and errors as for `attend`.
 
-    The kernel is called once per document; the flash_attn package takes all documents in one call. Recompute
-    reuses the result (`memoize`).
+    A kernel of torch is called once per document; packages take all documents in one call. Recompute reuses the
+    result (`memoize`).
 
     Args:
         query: (batch, tokens, heads, head size).
@@ -74,21 +73,21 @@ def attend_within(
         spans: the documents of the batch.
         window: as for `attend`; shorter documents have full attention.
     """
-    flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
+    q, k, v = flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
     window = _within(window, spans.longest)
 
     def run(choice: KernelChoice) -> torch.Tensor:
-        if choice.kernel is Kernel.FLASH_ATTN:
-            function = importlib.import_module("flash_attn").flash_attn_varlen_func
-            ends, longest = spans.starts, spans.longest
-            packed = function(*flat, ends, ends, longest, longest, causal=True, **_flash_window(window))
+        if choice.kernel.package is not None:
+            function, ends, longest = "flash_attn_varlen_func", spans.starts, spans.longest
+            lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            packed = by_package(choice.kernel, function, q, k, v, **lengths, **_window_size(window))
         else:
             documents = zip(*(tensor.split(spans.lengths) for tensor in flat), strict=True)
             packed = torch.cat([_by_torch(q[None], k[None], v[None], choice, window)[0] for q, k, v in documents])
         result: torch.Tensor = packed.view(query.shape)
         return result
 
-    return _with_fallback(run, query, key, batch=1, seq=spans.longest, local=window is not None)
+    return _with_fallback(run, query, key, batch=1, seq=spans.longest, local=window is not None, packed=True)
 
 
 def _within(window: int | None, tokens: int) -> int | None:
@@ -96,8 +95,8 @@ def _within(window: int | None, tokens: int) -> int | None:
     return None if window is None or window >= tokens else window
 
 
-def _flash_window(window: int | None) -> dict[str, tuple[int, int]]:
-    """Argument of the flash_attn package: tokens before and behind each one that it attends to besides."""
+def _window_size(window: int | None) -> dict[str, Any]:
+    """Argument of packages: tokens before and behind each one that it attends to besides."""
     return {} if window is None else {"window_size": (window - 1, 0)}
 
 
@@ -113,22 +112,21 @@ def _with_fallback(
     batch: int,
     seq: int,
     local: bool,
+    packed: bool = False,
 ) -> torch.Tensor:
     """Result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
     heads, head_dim = query.shape[2:]
     if torch.compiler.is_compiling():  # a graph has the kernel that it was compiled with
-        kernel, repeats = _choice_of(query.device, query.dtype, heads, key.shape[2], head_dim, local)
+        kernel, repeats = _choice_of(query.device, query.dtype, heads, key.shape[2], head_dim, local, packed)
         return run(KernelChoice(kernel=_BY_NAME[kernel], repeats=repeats))
-    kind = AttentionKind(
-        device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim, local=local
-    )
+    kind = _kind(query.device, query.dtype, heads, key.shape[2], head_dim, local, packed)
     while True:
         choice = choose(kind)
         if choice.kernel is Kernel.MATH:
             require_scores_fit(kind, batch=batch, seq=seq)
         try:
             return run(choice)
-        except (RuntimeError, ImportError) as error:
+        except (RuntimeError, ImportError, AssertionError) as error:
             # In backward this is a recompute, which must use the kernel of its forward.
             in_backward = current_graph_task_id() >= 0
             is_last = choice.kernel in (Kernel.MATH, Kernel.BLOCKS)
@@ -138,13 +136,18 @@ def _with_fallback(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choice_of(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool
-) -> tuple[str, bool]:
+def _choice_of(*kind: Any) -> tuple[str, bool]:
     """Name of the chosen kernel and whether it repeats heads: of a constant's members a graph cannot be sure."""
-    kind = AttentionKind(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local)
-    choice = choose(kind)
+    choice = choose(_kind(*kind))
     return choice.kernel.value, choice.repeats
+
+
+def _kind(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool, packed: bool
+) -> AttentionKind:
+    return AttentionKind(
+        device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local, packed=packed
+    )
 
 
 def _by_torch(

@@ -5,13 +5,14 @@ dtype, heads and head size, not length: a kernel that refuses one length is excl
 that one model does not round in two ways. The refusal comes in the first forward at a length, before anything of that
 forward is saved for backward.
 
-    flash_attn    the flash_attn package, on CUDA in half precision
-    cudnn, flash  torch's, the faster one on this GPU first
-    efficient     torch's, in every precision
-    math          holds the scores of all pairs of tokens; only where they fit
+    flash_attn 2, 3, 4  installed packages, on CUDA in half precision; each is compared with torch before its first use
+    cudnn, flash        torch's
+    efficient           torch's, in every precision
+    math                holds the scores of all pairs of tokens; only where they fit
 
-Local attention, to a window, is by flash_attn or torch's flash, else in blocks of queries (local_attention.py), which take
-every precision.
+The order is that of published rates, not of rates measured at start: a resumed run, and each rank, must round alike. Local
+attention, to a window, is by a package or torch's flash, else in blocks of queries (local_attention.py), which take every
+precision.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib
 import importlib.util
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memo.allocator import memory_stats
@@ -37,7 +42,9 @@ from memo.warn_user import warn_user
 class Kernel(enum.Enum):
     """Implementations of attention; the value is the name in messages."""
 
-    FLASH_ATTN = "flash_attn, the package"
+    FLASH_ATTN_4 = "FlashAttention 4, the flash_attn.cute package"
+    FLASH_ATTN_3 = "FlashAttention 3, the flash_attn_interface package"
+    FLASH_ATTN_2 = "FlashAttention 2, the flash_attn package"
     CUDNN = "cuDNN, through torch"
     FLASH = "flash, in torch"
     EFFICIENT = "memory-efficient, in torch"
@@ -46,8 +53,13 @@ class Kernel(enum.Enum):
 
     @property
     def backend(self) -> SDPBackend | None:
-        """Backend of the kernel in torch; None for the flash_attn package and for blocks."""
+        """Backend of the kernel in torch; None for packages and for blocks."""
         return _BACKENDS.get(self)
+
+    @property
+    def package(self) -> str | None:
+        """Module of the package that has the kernel; None for torch's and for blocks."""
+        return _PACKAGES.get(self)
 
 
 _BACKENDS = {
@@ -56,6 +68,28 @@ _BACKENDS = {
     Kernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
     Kernel.MATH: SDPBackend.MATH,
 }
+_PACKAGES = {
+    Kernel.FLASH_ATTN_4: "flash_attn.cute",
+    Kernel.FLASH_ATTN_3: "flash_attn_interface",
+    Kernel.FLASH_ATTN_2: "flash_attn",
+}
+_FASTEST_FIRST = {
+    8: (Kernel.FLASH_ATTN_2, Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT),
+    9: (
+        Kernel.FLASH_ATTN_3,
+        Kernel.FLASH_ATTN_4,
+        Kernel.CUDNN,
+        Kernel.FLASH_ATTN_2,
+        Kernel.FLASH,
+        Kernel.EFFICIENT,
+    ),
+    10: (Kernel.FLASH_ATTN_4, Kernel.CUDNN, Kernel.FLASH_ATTN_2, Kernel.FLASH, Kernel.EFFICIENT),
+}
+"""Order by compute capability. Hopper: 2407.08608, figures 5 and 6, both passes at 16k tokens; FlashAttention 4 there, and
+all of Blackwell, by their authors' word."""
+_TRIED_TOKENS = 256
+_ROUNDINGS = 2**-5
+"""Bound for bfloat16 results of order one: some units in the last place, 2^-8 each."""
 
 
 def _enabled() -> tuple[Kernel, ...]:
@@ -80,6 +114,8 @@ class AttentionKind:
     head_dim: int
     local: bool = False
     """To a window, shorter than the sequence."""
+    packed: bool = False
+    """Within documents, which packages take in one call."""
     deterministic: bool = dataclasses.field(default_factory=torch.are_deterministic_algorithms_enabled)
     enabled: tuple[Kernel, ...] = dataclasses.field(default_factory=_enabled)
 
@@ -102,25 +138,22 @@ _refused: dict[AttentionKind, set[Kernel]] = {}
 @functools.lru_cache(maxsize=256)
 def choose(kind: AttentionKind) -> KernelChoice:
     """Fastest kernel that supports tensors of this kind, in forward and backward, and has not refused any."""
-    half = kind.dtype in (torch.float16, torch.bfloat16)
-    refused = _refused.get(kind, ())
-    if (
-        kind.device.type == "cuda"
-        and half
-        and kind.head_dim <= 256
-        and installed()
-        and Kernel.FLASH_ATTN not in refused
-    ):
-        return KernelChoice(kernel=Kernel.FLASH_ATTN)
-    if kind.local:
-        return KernelChoice(kernel=Kernel.FLASH if _has_window(kind) and Kernel.FLASH not in refused else Kernel.BLOCKS)
     grouped = kind.heads != kind.kv_heads
     if kind.device.type == "cuda" and not torch.cuda.is_available():
         # torch cannot be asked without a GPU: plans use the kernels that it documents.
-        return KernelChoice(kernel=Kernel.FLASH) if half else KernelChoice(kernel=Kernel.EFFICIENT, repeats=grouped)
+        if kind.local:
+            return KernelChoice(kernel=Kernel.FLASH if _is_half(kind) and kind.head_dim % 8 == 0 else Kernel.BLOCKS)
+        return (
+            KernelChoice(kernel=Kernel.FLASH)
+            if _is_half(kind)
+            else KernelChoice(kernel=Kernel.EFFICIENT, repeats=grouped)
+        )
+    order = [kernel for kernel in _fastest_first(kind) if kernel not in _refused.get(kind, ())]
+    if kind.local:
+        return KernelChoice(kernel=next((kernel for kernel in order if _has_window(kernel, kind)), Kernel.BLOCKS))
     for repeats in (False, True) if grouped else (False,):
-        for kernel in _fastest_first(kind):
-            if kernel not in refused and _is_supported(kernel, kind, repeats):
+        for kernel in order:
+            if _is_supported(kernel, kind, repeats):
                 return KernelChoice(kernel=kernel, repeats=repeats)
     return KernelChoice(kernel=Kernel.MATH)
 
@@ -129,8 +162,11 @@ def refuse(kind: AttentionKind, kernel: Kernel, error: Exception) -> None:
     """Excludes `kernel` for tensors of this kind, and warns with the reason and the kernel chosen instead."""
     _refused.setdefault(kind, set()).add(kernel)
     choose.cache_clear()
-    why = next(iter(str(error).splitlines()), "") or type(error).__name__
-    warn_user(f"attention: {kernel.value} refused: {why}; instead: {choose(kind)}")
+    warn_user(f"attention: {kernel.value} refused: {_first_line(error)}; instead: {choose(kind)}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def is_refusal(error: Exception) -> bool:
@@ -142,35 +178,98 @@ def is_refusal(error: Exception) -> bool:
         return "no kernel image" in str(error)  # the package was built for other GPUs, and nothing ran
     if isinstance(error, torch.OutOfMemoryError | MemoError) or "allocate memory" in str(error):
         return False
-    return isinstance(error, RuntimeError | ImportError)
+    return isinstance(error, RuntimeError | ImportError | AssertionError)  # FlashAttention 4 asserts what it takes
 
 
 @functools.cache
-def installed() -> bool:
-    """True if the flash_attn package is installed."""
-    return importlib.util.find_spec("flash_attn") is not None
+def installed(package: str) -> bool:
+    """True if the package of kernels is installed; `flash_attn` alone may be but the folder that holds `flash_attn.cute`."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ImportError:
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def by_package(
+    kernel: Kernel, function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any
+) -> torch.Tensor:
+    """Attention output, in the layout of `query`, by one of the functions that all three packages have."""
+    assert kernel.package is not None
+    found = getattr(importlib.import_module(kernel.package), function)(
+        query, key, value, causal=True, deterministic=torch.are_deterministic_algorithms_enabled(), **arguments
+    )
+    result: torch.Tensor = found[0] if isinstance(found, tuple) else found  # some give the log-sum-exp, too
+    return result
+
+
+def _is_half(kind: AttentionKind) -> bool:
+    return kind.dtype in (torch.float16, torch.bfloat16)
 
 
 def _fastest_first(kind: AttentionKind) -> Sequence[Kernel]:
-    """Enabled kernels of torch, fastest first: the cuDNN kernels on Hopper and later, flash on older GPUs."""
-    order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
-    if kind.device.type == "cuda" and torch.cuda.get_device_capability(kind.device) >= (9, 0):
-        order = [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT]
-    return [kernel for kernel in order if kernel in kind.enabled]
+    """Installed packages and enabled kernels of torch."""
+    if kind.device.type != "cuda":
+        return [kernel for kernel in _FASTEST_FIRST[8] if kernel in kind.enabled]
+    major, _ = torch.cuda.get_device_capability(kind.device)
+    order = _FASTEST_FIRST[max(number for number in _FASTEST_FIRST if number <= max(major, 8))]
+    found = [kernel for kernel in order if kernel in kind.enabled or (kernel.package and installed(kernel.package))]
+    return sorted(found, key=lambda kernel: kernel.package is None) if kind.packed else found
 
 
-def _has_window(kind: AttentionKind) -> bool:
-    """True if torch's flash kernel, which alone has a window, takes tensors of this kind."""
-    if kind.device.type != "cuda" or kind.dtype not in (torch.float16, torch.bfloat16) or kind.head_dim % 8:
+def _has_window(kernel: Kernel, kind: AttentionKind) -> bool:
+    """True if the kernel attends to a window for tensors of this kind; key/value heads may be fewer."""
+    if kernel is Kernel.FLASH and kind.device.type == "cuda" and _is_half(kind) and kind.head_dim % 8 == 0:
+        return _is_supported(kernel, kind, repeats=True)
+    return kernel.package is not None and _is_supported(kernel, kind, repeats=False)
+
+
+def _agrees(kernel: Kernel, kind: AttentionKind) -> bool:
+    """True if a package's result and gradients over some tokens are torch's; warns where they are not.
+
+    In a thread of its own, which no hooks, modes or autocast of the caller reach.
+    """
+    if not _is_half(kind) or kind.head_dim > 256:
         return False
-    # torch cannot be asked without a GPU: plans use the kernel that it documents. Key/value heads may be fewer.
-    return not torch.cuda.is_available() or (
-        Kernel.FLASH in kind.enabled and _is_supported(Kernel.FLASH, kind, repeats=True)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            off = thread.submit(_distance, kernel, kind).result()
+        if off <= _ROUNDINGS:
+            return True
+        why = f"its result or gradients are {off:.2g} off torch's"
+    except Exception as error:  # whatever a package raises that was built for another torch or GPU
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        why = _first_line(error)
+    warn_user(f"attention: {kernel.value} is not used: {why}")
+    return False
+
+
+def _distance(kernel: Kernel, kind: AttentionKind) -> float:
+    """Largest difference from torch's float32 attention, in units of the largest entry of each tensor."""
+    numbers = torch.Generator(kind.device).manual_seed(0)
+    *inputs, upstream = (
+        torch.randn(1, _TRIED_TOKENS, heads, kind.head_dim, dtype=kind.dtype, device=kind.device, generator=numbers)
+        for heads in (kind.heads, kind.kv_heads, kind.kv_heads, kind.heads)
     )
+    exact = [tensor.float().requires_grad_() for tensor in inputs]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    with torch.cuda.device(kind.device):
+        found = by_package(kernel, "flash_attn_func", *inputs)
+        query, key, value = (tensor.transpose(1, 2) for tensor in exact)
+        want = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+        pairs = zip(
+            (found.detach(), *torch.autograd.grad(found, inputs, upstream)),
+            (want.detach(), *torch.autograd.grad(want, exact, upstream.float())),
+            strict=True,
+        )
+        return max(float((got - of_torch).abs().max() / of_torch.abs().max()) for got, of_torch in pairs)
 
 
 def _is_supported(kernel: Kernel, kind: AttentionKind, repeats: bool) -> bool:
     """True if torch would choose `kernel` for small tensors of this kind; hidden from the caller's dispatch modes."""
+    if kernel.package is not None:
+        return _agrees(kernel, kind)
     assert kernel.backend is not None
     kv_heads = kind.heads if repeats else kind.kv_heads
     with disable_current_modes(), warnings.catch_warnings(), torch.enable_grad():

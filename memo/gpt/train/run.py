@@ -327,8 +327,9 @@ class _Run:
             return f"{Kernel.FLASH.value}, around a ring of {layout.cp}"
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
         kind = AttentionKind(
-            device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim
-        )
+            device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            packed=shape.end_of_document is not None,
+        )  # fmt: skip
         documents = "" if shape.end_of_document is None else ", within documents"
         window = shape.local_window
         if window is None or not shape.is_local_within(self.config.seq):

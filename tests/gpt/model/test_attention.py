@@ -6,7 +6,8 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,10 @@ def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: An
     return AttentionKind(device=torch.device(device), dtype=dtype, **shape)
 
 
+PACKAGES = {kernel: 1 for kernel in Kernel if kernel.package is not None}
+TWO = {Kernel.FLASH_ATTN_2: 1, Kernel.CUDNN: 2}
+
+
 @pytest.fixture
 def _fresh_choices() -> Iterator[None]:
     """Clears the cached choices before and after a test that changes their conditions."""
@@ -194,6 +199,7 @@ def test_what_another_kernel_would_meet_as_well_is_no_refusal(error: Exception) 
         RuntimeError("No available kernel. Aborting execution."),
         ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"),
         torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+        AssertionError("(head_dim, head_dim_v)=(256, 128) is not supported on SM90."),
     ],
 )
 def test_a_kernel_that_is_not_there_or_does_not_support_it_refuses(error: Exception) -> None:
@@ -202,23 +208,33 @@ def test_a_kernel_that_is_not_there_or_does_not_support_it_refuses(error: Except
 
 @pytest.mark.usefixtures("_fresh_choices")
 def test_the_package_that_throws_is_replaced_by_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "installed", lambda: True)
+    monkeypatch.setattr(attention_kernel, "installed", lambda package: package == "flash_attn_interface")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention_kernel, "_is_supported", lambda kernel, kind, repeats: True)
-    assert choose(_kind("cuda")).kernel is Kernel.FLASH_ATTN
-    with pytest.warns(RuntimeWarning, match=r"flash_attn, the package refused: undefined symbol; instead: cuDNN"):
-        refuse(_kind("cuda"), Kernel.FLASH_ATTN, ImportError("undefined symbol"))
+    assert choose(_kind("cuda")).kernel is Kernel.FLASH_ATTN_3
+    with pytest.warns(RuntimeWarning, match=r"flash_attn_interface package refused: undefined symbol; instead: cuDNN"):
+        refuse(_kind("cuda"), Kernel.FLASH_ATTN_3, ImportError("undefined symbol"))
     assert choose(_kind("cuda")).kernel is Kernel.CUDNN
-    assert choose(_kind("cuda", heads=8)).kernel is Kernel.FLASH_ATTN
+    assert choose(_kind("cuda", heads=8)).kernel is Kernel.FLASH_ATTN_3
 
 
 @pytest.mark.usefixtures("_fresh_choices")
 @pytest.mark.parametrize(
     ("kind", "installed", "takes", "choice"),
     [
-        (_kind("cuda"), True, {}, KernelChoice(kernel=Kernel.FLASH_ATTN)),
-        (_kind("cuda", torch.float16), True, {}, KernelChoice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda"), True, PACKAGES, KernelChoice(kernel=Kernel.FLASH_ATTN_3)),
+        (_kind("cuda", torch.float16), True, PACKAGES, KernelChoice(kernel=Kernel.FLASH_ATTN_3)),
+        (_kind("cuda"), True, {Kernel.FLASH_ATTN_2: 1, Kernel.CUDNN: 2}, KernelChoice(kernel=Kernel.CUDNN)),
+        (
+            _kind("cuda", packed=True),
+            True,
+            {Kernel.FLASH_ATTN_2: 1, Kernel.CUDNN: 2},
+            KernelChoice(kernel=Kernel.FLASH_ATTN_2),
+        ),
+        (_kind("cuda", local=True), True, PACKAGES, KernelChoice(kernel=Kernel.FLASH_ATTN_3)),
+        (_kind("cuda", local=True), True, {Kernel.CUDNN: 2, Kernel.FLASH: 4}, KernelChoice(kernel=Kernel.FLASH)),
+        (_kind("cuda", local=True), True, {}, KernelChoice(kernel=Kernel.BLOCKS)),
         (_kind("cuda"), False, {Kernel.CUDNN: 2, Kernel.FLASH: 2}, KernelChoice(kernel=Kernel.CUDNN)),
         (_kind("cuda"), False, {Kernel.FLASH: 2, Kernel.EFFICIENT: 4}, KernelChoice(kernel=Kernel.FLASH)),
         (
@@ -240,7 +256,7 @@ def test_the_choice_of_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # `takes`: the kernels that this GPU would have, and the fewest key/value heads that each takes for four.
-    monkeypatch.setattr(attention_kernel, "installed", lambda: installed)
+    monkeypatch.setattr(attention_kernel, "installed", lambda package: installed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(
@@ -253,7 +269,7 @@ def test_the_choice_of_kernel(
 
 @pytest.mark.usefixtures("_fresh_choices")
 def test_torchs_flash_comes_before_cudnn_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "installed", lambda: False)
+    monkeypatch.setattr(attention_kernel, "installed", lambda package: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(attention_kernel, "_is_supported", lambda kernel, kind, repeats: True)
@@ -294,20 +310,75 @@ def test_quadratic_attention_runs_where_it_fits() -> None:
 
 
 def test_the_package_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-        assert causal
+    def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        assert options == {"causal": True, "deterministic": False}
         assert q.shape == (2, 48, 4, 16)
         assert k.shape == v.shape == (2, 48, 2, 16)
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return _by_torch(q, k, v), torch.zeros(2, 4, 48)
 
-    package = types.ModuleType("flash_attn")
-    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    _provide(monkeypatch, "flash_attn.cute", flash_attn_func)
     query, key, value = _qkv(4, 2, torch.float32)
     expected = attend(query, key, value)
-    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH_ATTN))
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH_ATTN_4))
     assert torch.equal(attend(query, key, value), expected)
+
+
+def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _provide(monkeypatch: pytest.MonkeyPatch, package: str, function: Any) -> None:
+    module = types.ModuleType(package)
+    setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, package, module)
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (None, None),
+        (lambda out: out * 1.25, r"its result or gradients are 0\.2\d* off torch's"),
+        (lambda out: out.detach() + (out - out.detach()) * 1.5, r"its result or gradients are 0\.5\d* off torch's"),
+        (lambda out: getattr(out, "nothing"), "has no attribute 'nothing'"),  # noqa: B009
+    ],
+)
+def test_a_package_that_differs_from_torch_is_not_used(
+    wrong: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        out = _by_torch(q, k, v)
+        return out if wrong is None else wrong(out)  # type: ignore[no-any-return]
+
+    _provide(monkeypatch, "flash_attn_interface", flash_attn_func)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    agrees = (
+        pytest.warns(RuntimeWarning, match=f"flash_attn_interface package is not used: .*{why}")
+        if why
+        else nullcontext()
+    )
+    before = torch.get_rng_state()
+    with agrees, Seen() as seen, torch.no_grad():
+        assert attention_kernel._agrees(Kernel.FLASH_ATTN_3, _kind(dtype=torch.bfloat16)) is (why is None)
+    assert not seen.names, "modes of the caller saw the trial"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_folder_of_flash_attention_4_is_not_flash_attention_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    attention_kernel.installed.cache_clear()
+    try:
+        assert attention_kernel.installed("flash_attn.cute")
+        assert not attention_kernel.installed("flash_attn")
+    finally:
+        attention_kernel.installed.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
 
 
 END = 9
@@ -360,29 +431,27 @@ def test_the_package_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPa
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        starts_q: torch.Tensor,
-        starts_k: torch.Tensor,
-        longest_q: int,
-        longest_k: int,
         *,
-        causal: bool,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        **options: bool,
     ) -> torch.Tensor:
-        assert causal
+        assert options == {"causal": True, "deterministic": False}
         assert q.shape == (96, 4, 16)
         assert k.shape == v.shape == (96, 2, 16)
-        assert starts_q.dtype is starts_k.dtype is torch.int32
-        assert longest_q == longest_k == 30
-        calls.append(starts_q)
+        assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
+        assert max_seqlen_q == max_seqlen_k == 30
+        calls.append(cu_seqlens_q)
         out = torch.empty_like(q)
-        for first, last in zip(starts_q[:-1].tolist(), starts_k[1:].tolist(), strict=True):
+        for first, last in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_k[1:].tolist(), strict=True):
             parts = (tensor[first:last].transpose(0, 1)[None] for tensor in (q, k, v))
             out[first:last] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         return out
 
-    package = types.ModuleType("flash_attn")
-    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH_ATTN))
+    _provide(monkeypatch, "flash_attn", flash_attn_varlen_func)
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH_ATTN_2))
     assert torch.equal(attend_within(query, key, value, spans), expected)
     assert len(calls) == 1
 
