@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _TRIAL_LIMIT_S = 20.0
 _TRIAL_BYTES = 64 << 20
@@ -88,11 +90,30 @@ def obstacles(directory: Path, *, root: Path = Path("/")) -> list[str]:
 def _driver_obstacles(root: Path) -> list[str]:
     if not (root / "proc/driver/nvidia/version").exists():
         return ["no NVIDIA driver is loaded"]
-    if (root / "proc/driver/nvidia-fs/version").exists():
-        return []
+    found = []
+    settings = Path(os.environ.get("CUFILE_ENV_PATH_JSON") or root / "etc/cufile.json")
+    properties = _cufile_properties(settings)
+    if properties.get("force_compat_mode"):
+        found.append(f"{settings} has force_compat_mode: set it to false")
+    if not os.access(root / "run/udev", os.R_OK):
+        found.append("/run/udev cannot be read, which kvikio needs: start the container with -v /run/udev:/run/udev:ro")
+    if (root / "proc/driver/nvidia-fs/version").exists() or properties.get("use_pci_p2pdma"):
+        return found
+    instead = f"or, from CUDA 12.8 and Linux 6.2 on, set properties.use_pci_p2pdma in {settings} to true"
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
-        return ["nvidia-fs is not visible in this container: load it on the host and pass /dev/nvidia-fs* through"]
-    return ["the kernel module nvidia-fs is not loaded: install nvidia-gds, then modprobe nvidia-fs"]
+        how = "nvidia-fs is not visible in this container: load it on the host and pass /dev/nvidia-fs* through"
+    else:
+        how = "the kernel module nvidia-fs is not loaded: install nvidia-gds, then modprobe nvidia-fs"
+    return [*found, f"{how}, {instead}"]
+
+
+def _cufile_properties(settings: Path) -> dict[str, Any]:
+    """Properties of cuFile's settings, JSON with comments; none where it cannot be read."""
+    try:
+        found = json.loads(re.sub(r"(^|\s)//.*", "", settings.read_text()))
+        return dict(found.get("properties", {}))
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _device_obstacles(mount: Mount) -> list[str]:
@@ -107,7 +128,10 @@ def _device_obstacles(mount: Mount) -> list[str]:
 
 
 def try_gds(directory: Path) -> list[str]:
-    """Runs `trial` in a subprocess; returns what went wrong, or an empty list when the bytes came back."""
+    """Runs `trial` in a subprocess; returns what went wrong, or an empty list when the bytes came back.
+
+    cuFile must not fall back to host memory there, by which they would come back, too.
+    """
     code = "import sys; from memo.swap.disk.gds_probe import trial; trial(sys.argv[1])"
     try:
         result = subprocess.run(
@@ -116,6 +140,7 @@ def try_gds(directory: Path) -> list[str]:
             text=True,
             timeout=_TRIAL_LIMIT_S,
             check=False,
+            env={**os.environ, "CUFILE_ALLOW_COMPAT_MODE": "false"},
         )
     except subprocess.TimeoutExpired:
         return [f"trial transfer did not return within {_TRIAL_LIMIT_S:.0f} s: the GDS driver hangs; run gdscheck -p"]

@@ -376,6 +376,17 @@ def test_a_link_is_measured_on_the_gpu_at_the_same_bus_address(monkeypatch: pyte
 # Why GPUDirect Storage does not work
 
 
+CUFILE = """{
+    // NOTE : comments start lines, as in "gds.ini"
+    "properties": {
+            // allow compat mode
+            "allow_compat_mode": true,
+            "use_pci_p2pdma": %s  // since CUDA 12.8
+    }
+}
+"""
+
+
 def machine(
     root: Path,
     *,
@@ -386,6 +397,8 @@ def machine(
     driver: bool = True,
     nvidia_fs: bool = True,
     container: bool = False,
+    udev: bool = True,
+    cufile: str | None = None,
 ) -> Path:
     """A /proc and /sys as they look on some machine; GDS works on the default one. Returns a directory on its disk."""
     (root / "proc/self").mkdir(parents=True)
@@ -405,6 +418,11 @@ def machine(
             (root / "proc/driver" / name / "version").write_text("1")
     if container:
         (root / ".dockerenv").touch()
+    if udev:
+        (root / "run/udev").mkdir(parents=True)
+    if cufile is not None:
+        (root / "etc").mkdir()
+        (root / "etc/cufile.json").write_text(cufile)
     (root / "data/scratch").mkdir(parents=True)
     return root / "data/scratch"
 
@@ -431,6 +449,14 @@ def test_the_machine_for_it_has_no_obstacle(tmp_path: Path, partition: bool) -> 
         ({"driver": False}, "no NVIDIA driver"),
         ({"nvidia_fs": False}, "modprobe nvidia-fs"),
         ({"nvidia_fs": False, "container": True}, "container"),
+        ({"nvidia_fs": False, "cufile": CUFILE % "false"}, "set properties.use_pci_p2pdma in "),
+        ({"nvidia_fs": False, "cufile": "no json"}, "modprobe nvidia-fs"),
+        ({"nvidia_fs": False, "cufile": "[]"}, "modprobe nvidia-fs"),
+        (
+            {"cufile": '{"properties": {"force_compat_mode": true}}'},
+            "cufile.json has force_compat_mode: set it to false",
+        ),
+        ({"udev": False}, "-v /run/udev:/run/udev:ro"),
         ({"options": "rw"}, "data=ordered"),
         ({"options": "rw,data=writeback"}, "data=ordered"),
         ({"kind": "overlay"}, "overlay"),
@@ -446,6 +472,11 @@ def test_each_obstacle_is_named_alone(tmp_path: Path, setting: dict[str, Any], r
     found = obstacles(machine(tmp_path, **setting), root=tmp_path)
     assert len(found) == 1
     assert reason in found[0]
+
+
+@pytest.mark.usefixtures("_kvikio")
+def test_peer_to_peer_needs_no_kernel_module(tmp_path: Path) -> None:
+    assert obstacles(machine(tmp_path, nvidia_fs=False, cufile=CUFILE % "true"), root=tmp_path) == []
 
 
 @pytest.mark.usefixtures("_kvikio")
@@ -465,6 +496,7 @@ def test_a_missing_kvikio_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.Mon
         ("print('{\"equal\": false}')", "did not come back"),
         ("raise SystemExit('cuFileDriverOpen failed')", "cuFileDriverOpen failed"),
         ("import time; time.sleep(60)", "hangs"),
+        ("import os; print('{\"equal\": %s}' % os.environ['CUFILE_ALLOW_COMPAT_MODE'])", "did not come back"),
     ],
 )
 def test_a_trial_says_what_happened_and_never_hangs(
