@@ -115,8 +115,9 @@ class Actuator:
             self._recompute_policy.choose({layer.name: setting_of(setting) for layer in self._layers})
         else:
             placements, chosen = self._settings_of(setting)
-            late = self.late_bytes(setting) or None  # without a disk a GPU's streams wait, and not the host
-            self._engine.place(placements, rest_bytes=room, late_bytes=late)
+            overlap, late = setting.problem.overlap, self.late_bytes(setting)
+            wait = late or None if overlap else 0  # without a disk a GPU's streams wait, and not the host
+            self._engine.place(placements, rest_bytes=room, late_bytes=wait, overlap=overlap)
             self._expect(dict(zip((TierName.HOST, TierName.DISK), lower_tier_nbytes(setting), strict=True)))
             others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
             self._recompute_policy.choose({**others, **chosen})
@@ -127,6 +128,8 @@ class Actuator:
 
         Without, the host waits for the writes of each layer, and the device for the host.
         """
+        if not plan.problem.overlap:
+            return 0
         known = plan.problem.profile.layer_profiles()
         saved = [part.saved_bytes(layer) for part, layer in zip(plan.layers, known, strict=True)]
         late = sum(part.disk * nbytes for part, nbytes in zip(plan.layers, saved, strict=True))
@@ -393,6 +396,8 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
 def late_bytes_of(plan: ActivationPlan) -> list[int]:
     """Bytes by layer whose copies out may end beside the layer after the next one, in the same pass."""
     room, found = room_in_forward(plan.problem, plan.layers), [0] * len(plan.layers)
+    if not plan.problem.overlap:
+        return found
     for chunk in plan.problem.stages[0].chunks:
         found[chunk.start : max(chunk.start, chunk.stop - 2)] = room[chunk.start + 2 : chunk.stop]
     return found

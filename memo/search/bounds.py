@@ -129,7 +129,8 @@ def has_room(problem: ActivationProblem) -> bool:
 
     Static bytes are looked at first, then the likely peaks of the stages whose memory counts.
     """
-    counted = [problem.stages[number] for number in _counted_stages(problem.pipeline.stages)]
+    stages = problem.without_overlap.stages
+    counted = [stages[number] for number in _counted_stages(problem.pipeline.stages)]
     if any(stage.static.nbytes > stage.machine.budgets.device_bytes for stage in counted):
         return False
     return all(

@@ -8,7 +8,8 @@ Note [One whole layer]. While layer i runs, in either direction, the device hold
 embedding has saved, the kept bytes of layers j < i-1, and two rounding buffers: layer i whole, which is all that autograd
 saves and what its recompute is given besides, and all that layer i-1 saves at its point. What that one recomputes is
 dropped when its forward ends, and is there again when its own backward begins. While the head runs, layer n-1 is there
-as layer i-1 is. Of every other microbatch in flight the kept bytes are there.
+as layer i-1 is. Of every other microbatch in flight the kept bytes are there. Where copies do
+not overlap with compute, layer i-1 has left, or is not back yet.
 """
 
 from __future__ import annotations
@@ -317,6 +318,7 @@ class _MomentPeaks:
         self._embedding, self._head = stage.problem.profile.embedding, stage.problem.profile.head
         self._starts, ends, static = stage.has_embedding, stage.has_head, stage.static
         self._own = self._chunks[moment.chunk]
+        self._overlaps = stage.problem.overlap
         self._has_head = ends and self._own is self._chunks[-1]
         resident = {
             MemoryUse.WEIGHTS: static.weights,
@@ -390,7 +392,8 @@ class _MomentPeaks:
         if kind is Pass.WEIGHT:
             end = min(number + 2, own.stop)
             return {_Residence.WHOLE: range(number, end), _Residence.UNMOVED: range(end, own.stop)}
-        before, end = max(own.start, number - 1), min(number + 1, own.stop)
+        before = max(own.start, number - 1) if self._overlaps or number == own.stop else number
+        end = min(number + 1, own.stop)
         return {
             _Residence.KEPT: range(own.start, before),
             _Residence.SAVED: range(before, number),

@@ -7,7 +7,7 @@ i+2 (or the head) starts: a window of F(i+1). The copy in starts when layer i+1 
 must end before layer i starts: a window of B(i+1) + R(i+1); the recompute of layer i runs between that and its
 backward. For the second half of a split backward it is beside layer i-1. Collectives that last longer than the layer's
 work are a part of its window. What exceeds the window stalls compute. A stage's last layer never moves: it is needed
-next.
+next. A problem without overlap has no windows: compute waits for each copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def copies_out(stage: StageView) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies out."""
     for chunk, layers in enumerate(stage.numbers):
         for number in layers[:-1]:
-            yield _within(number, number + 1, (chunk, Pass.FORWARD))
+            yield _within(number, number + 1 if stage.problem.overlap else None, (chunk, Pass.FORWARD))
     yield from _at_turns(stage, forward=True)
 
 
@@ -55,13 +55,13 @@ def copies_in(stage: StageView) -> Iterator[Window]:
         split = stage.splits(chunk)
         kind = Pass.INPUT if split else Pass.BACKWARD
         for number in layers[:-1]:
-            yield _within(number, number + 1, (chunk, kind))
+            yield _within(number, number + 1 if stage.problem.overlap else None, (chunk, kind))
         for number in layers[1:] if split else ():
             yield _within(number, number - 1, (chunk, Pass.WEIGHT))
     yield from _at_turns(stage, forward=False)
 
 
-def _within(moving: int, hidden_by: int, turn: tuple[int, Pass]) -> Window:
+def _within(moving: int, hidden_by: int | None, turn: tuple[int, Pass]) -> Window:
     return Window(moving=moving, hidden_by=hidden_by, kind=turn[1], times=1.0, waits=turn, within=True)
 
 

@@ -288,6 +288,8 @@ class ActivationProblem:
     pipeline: Pipeline = ONE_STAGE
     machines: tuple[StageMachine, ...] = ()
     """Machine of each stage, where they are not alike. The seconds of a layer are those on its stage's machine."""
+    overlap: bool = True
+    """Whether copies run beside the next layer's work; else compute waits for each, and only one layer is on the device."""
 
     @property
     def replicas(self) -> int:
@@ -313,6 +315,13 @@ class ActivationProblem:
         from memo.mip.activation.stage_view import StageView
 
         return tuple(StageView(self, number) for number in range(self.pipeline.stages))
+
+    @property
+    def without_overlap(self) -> ActivationProblem:
+        """The problem in which compute waits for copies, which needs least memory; itself where a stage has several chunks."""
+        if not self.overlap or self.pipeline.chunks > 1:
+            return self
+        return dataclasses.replace(self, overlap=False)
 
     def machine_of(self, stage: int) -> StageMachine:
         """Machine of one stage."""
@@ -342,6 +351,8 @@ class ActivationProblem:
 
     def __post_init__(self) -> None:
         pipeline, layers = self.pipeline, len(self.profile.layers)
+        if not self.overlap and pipeline.chunks > 1:
+            raise PlanError("problem: copies overlap where a stage has several chunks; overlap cannot be false")
         if pipeline.stages * pipeline.chunks > layers:
             chunks = "" if pipeline.chunks == 1 else f" of {pipeline.chunks} chunks"
             raise PlanError(f"{layers} layers make no {pipeline.stages} stages{chunks}")

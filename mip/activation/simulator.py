@@ -43,7 +43,7 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
     Raises:
         PlanInvalid: the plan is of another model, moves bytes over a missing link, or has too many microbatches.
     """
-    problem = problem or plan.problem
+    problem = dataclasses.replace(problem or plan.problem, overlap=plan.problem.overlap)
     if len(problem.profile.layers) != len(plan.layers):
         raise PlanInvalid(f"the plan has {len(plan.layers)} layers and the profile {len(problem.profile.layers)}")
     pipeline = problem.pipeline
@@ -160,6 +160,7 @@ def _stage(plans: Sequence[LayerPlan], view: StageView, *, budgets: Mapping[Tier
         rates=view.machine.lanes,
         static_nbytes=static,
         budgets=budgets,
+        overlap=view.problem.overlap,
         embedding=_end_work("embedding", profile.embedding) if view.has_embedding else None,
         head=_end_work("head", profile.head) if view.has_head else None,
     )

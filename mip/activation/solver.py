@@ -85,11 +85,12 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
-    if not _has_room(problem):
+    for each in _with_and_without_overlap(problem):
+        if _has_room(each) and (found := _whole_layers(each)) is not None:
+            break
+    else:
         return None
-    found = _whole_layers(problem)
-    if found is None:
-        return None
+    problem = each
     plan, kept = _predicted(problem, found.layers), _predicted(problem, _everything_kept(problem))
     binding = _binding_texts(found.limits, found.step_s, added_s=plan.step_s - kept.step_s)
     plan = dataclasses.replace(plan, binding=binding)
@@ -108,20 +109,33 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     Raises:
         SolverFailed: the solver crashed.
     """
-    model, last = PlanModel(problem, sharing=Sharing.NONE, bound=True), problem.update
-    return model.step_s + last.optimizer_s + last.optimizer_exchange_s if model.solve() else None
+    last = problem.update
+    for each in _with_and_without_overlap(problem):
+        model = PlanModel(each, sharing=Sharing.NONE, bound=True)
+        if model.solve():
+            return model.step_s + last.optimizer_s + last.optimizer_exchange_s
+    return None
 
 
 def fits(problem: ActivationProblem) -> bool:
     """Whether `solve_problem` finds a plan; takes a part of its time, since any plan will do."""
-    if not _has_room(problem):
-        return False
     if _keep_all(problem) is not None:
         return True
+    return any(_has_room(each) and _has_plan(each) for each in _with_and_without_overlap(problem))
+
+
+def _has_plan(problem: ActivationProblem) -> bool:
     solved = [model for staying in _staying_options(problem) if (model := PlanModel(problem, staying=staying)).solve()]
     return any(can_round(model) for model in solved) or any(
         True for _ in _integral(problem, [model.staying for model in solved])
     )
+
+
+def _with_and_without_overlap(problem: ActivationProblem) -> Iterator[ActivationProblem]:
+    """The problem, then, for where that has no plan, the one in which compute waits for each copy."""
+    yield problem
+    if (other := problem.without_overlap) is not problem:
+        yield other
 
 
 def _has_room(problem: ActivationProblem) -> bool:
@@ -275,6 +289,7 @@ def _binding_text(resource: Resource, where: str, saving: float, step_s: float, 
 
 def misfit_of(problem: ActivationProblem) -> DoesNotFit:
     """Says where the device overflows, by how much, with what, and each budget that would suffice by itself."""
+    problem = problem.without_overlap
     found = _least_excess(problem, Resource.DEVICE)
     assert found is not None
     memory = highest_memory(problem, found.layers)

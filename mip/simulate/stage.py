@@ -93,6 +93,7 @@ class SimulatedStage:
         turns: of a step with several chunks, in order; without them backwards run from the earliest microbatch on.
         static_nbytes: of parameters, gradients and optimizer state.
         budgets: bytes by tier; reloads are prefetched only while the device has room.
+        overlap: False: compute waits for each copy out, and for each reload, which its own layer issues.
         embedding: work before the first layer, if the stage has it.
         head: work after the last layer, if the stage has it.
     """
@@ -104,6 +105,7 @@ class SimulatedStage:
         turns: Sequence[Turn] = (),
         static_nbytes: int = 0,
         budgets: Mapping[TierName, int] | None = None,
+        overlap: bool = True,
         embedding: EndWork | None = None,
         head: EndWork | None = None,
     ) -> None:
@@ -113,7 +115,7 @@ class SimulatedStage:
         self._has_head = head is not None
         self._links = Links(rates)
         self._ledger = _Ledger(budgets or {})
-        self._static_nbytes = static_nbytes
+        self._static_nbytes, self._overlap = static_nbytes, overlap
         self._ledger.change(0.0, TierName.DEVICE, static_nbytes)
         self._calls: dict[tuple[int, int], list[_Call]] = {}  # by chunk and microbatch, in the order of the forwards
         self._microbatches = [0] * len(chunks)
@@ -240,8 +242,9 @@ class SimulatedStage:
             self._await(self._network_free_s)
             self._send(call)
         before, self._undropped = self._undropped, call
-        if before is not None and before.state is _State.LEAVING:
-            self._drop(before)
+        for leaving in (before, None if self._overlap else call):
+            if leaving is not None and leaving.state is _State.LEAVING:
+                self._drop(leaving)
 
     def _send(self, call: _Call) -> None:
         """Issues the copies out, and takes their places in the lower tiers."""
@@ -309,7 +312,9 @@ class SimulatedStage:
 
     def _may_prefetch(self, following: _Call, *, same_turn: bool) -> bool:
         """Whether a call is away, fits, and is needed next; a stage's last one in another turn only if it has copies."""
-        if following.state is not _State.AWAY or not self._ledger.fits(TierName.DEVICE, following.work.moved_nbytes):
+        if not self._overlap or following.state is not _State.AWAY:
+            return False
+        if not self._ledger.fits(TierName.DEVICE, following.work.moved_nbytes):
             return False
         return same_turn or bool(following.out) or following.work is not self._chunks[-1][-1]
 

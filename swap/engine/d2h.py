@@ -86,6 +86,8 @@ class CopyOut:
         self._telemetry = telemetry
         self.late_bytes: int | None = None
         """The most bytes of sources whose copies only the host could wait for; None: those of one layer."""
+        self.overlap = True
+        """False: a layer's sources are released at its own end."""
         self._verify = verify
         self._being_saved: list[ref[Hold]] = []  # by the operator that saved last
         self._nodes = -1  # number of nodes that autograd had made then
@@ -202,6 +204,8 @@ class CopyOut:
         self._unreleased.append(group)
         if before is not None:
             self._late.append(before)
+        if not self.overlap and not group.wait_for_next:
+            self._late.append(group)
         self._release_sources(group, longer=self._may_stay_longer(before, group))
 
     @staticmethod

@@ -146,7 +146,14 @@ class Engine:
         """Has parameters told by their tensors alone, where no model is known: casts of them do not move either."""
         self._eligibility.is_complete = False
 
-    def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0, late_bytes: int | None = None) -> None:
+    def place(
+        self,
+        placements: Mapping[int, Placement],
+        *,
+        rest_bytes: int = 0,
+        late_bytes: int | None = None,
+        overlap: bool = True,
+    ) -> None:
         """Sets the placements of layers from their next calls on; other layers use the tiers in order.
 
         Args:
@@ -156,12 +163,14 @@ class Engine:
                 more of them only if they cannot be recomputed.
             late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their
                 copies out; None: one layer.
+            overlap: False: a layer's sources are released at its own end, and it is reloaded where its own backward begins.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
         self._tier_choice.place(placements, rest_bytes=rest_bytes)
         self._copy_out.late_bytes = late_bytes
+        self._copy_out.overlap = self._reload.overlap = overlap
 
     def listen(self, tracer: Tracer | None) -> None:
         """Sets the receiver of trace events; None: no trace. Between steps only: saved storages keep their tracer."""

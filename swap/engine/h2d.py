@@ -59,6 +59,8 @@ class Reload:
     ) -> None:
         self.prefetch_bytes: int | None = None
         """The most bytes reloaded ahead of backward; None: one layer."""
+        self.overlap = True
+        """False: nothing is reloaded ahead."""
         self.closed = False
         """The tiers are closed; nothing can be reloaded."""
         self._lock = lock
@@ -174,7 +176,7 @@ class Reload:
         if away and not self._fetch_group(group, away):
             return
         room = self.prefetch_bytes
-        for ahead, following in enumerate(self._layer_calls.after(group)):
+        for ahead, following in enumerate(self._layer_calls.after(group) if self.overlap else ()):
             if ahead and room is None:  # one layer ahead is what overlap needs in any case
                 break
             away = _away_in_tiers(following)
@@ -192,7 +194,7 @@ class Reload:
         In a pipeline that is another microbatch's; it takes the device memory that the layer before has just left.
         """
         first = next(self._layer_calls.upcoming(), None)
-        if first is not None:
+        if first is not None and self.overlap:
             self._fetch_group(first, _away_in_tiers(first))
 
     def _drop_reloaded(self, group: Group) -> None:

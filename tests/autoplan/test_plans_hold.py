@@ -125,9 +125,11 @@ def random_problem(draw: random.Random, profile: Profile) -> ActivationProblem:
     rate = draw.choice([1e9, 1e10])
     machine = dataclasses.replace(MACHINE, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
     most = sum(layer.full_bytes for layer in profile.layer_profiles())
-    free = ActivationProblem(profile=profile, hardware=machine, budgets=Budgets(device_bytes=most))
+    overlap = draw.random() < 0.4
+    budgets = Budgets(device_bytes=most)
+    free = ActivationProblem(profile=profile, hardware=machine, budgets=budgets, overlap=overlap)
     (whole,) = predict_stages(free, [LayerPlan()] * len(profile.layers))
-    least = 2 * profile.classes[0].full_bytes
+    least = (1 + overlap) * profile.classes[0].full_bytes
     device = least + int(draw.uniform(0, 0.7) * (whole.peak_device_bytes - least))
     host, disk = draw.choice([(1, 0), (1, 0), (1, 1)])
     budgets = Budgets(

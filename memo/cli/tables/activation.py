@@ -188,6 +188,7 @@ def _headline(plan: ActivationPlan) -> str:
     named += f" ({pipeline.schedule}{chunks})" if pipeline.chunks > 1 else ""
     named += ", tp overlapped" if signature.tp_overlap else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
+    named += "" if plan.problem.overlap else ", compute waits for copies"
     codec = plan.problem.profile.codec
     named += f", what moves as {codec} codes" if codec else ""
     own = "memo's GPT, " if is_of_gpt(plan) else ""

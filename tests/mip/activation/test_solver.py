@@ -114,7 +114,7 @@ def test_infeasible_names_the_tier_the_bytes_and_a_budget_that_fits(tier: str) -
     profile = profile_of(*[block] * 6)
     with pytest.raises(DoesNotFit) as raised:
         plan_activations(profile, machine(), budgets)
-    # Six layers: 4 x 20 bytes must leave or be kept, beside a whole layer and the 20 bytes of the one before it.
+    # Six layers: 5 x 20 bytes must leave, or be kept beside a whole layer; compute waits for what leaves.
     assert "the device lacks 28 B" in str(raised.value) or "the device lacks 27 B" in str(raised.value)
     least = raised.value.least_bytes[tier]
     assert raised.value.memory.nbytes == pytest.approx(raised.value.least_bytes["device"], abs=2)
@@ -122,6 +122,19 @@ def test_infeasible_names_the_tier_the_bytes_and_a_budget_that_fits(tier: str) -
     assert check_plan(plan_activations(profile, machine(), enough)) is None
     with pytest.raises(Infeasible):
         plan_activations(profile, machine(), dataclasses.replace(budgets, **{f"{tier}_bytes": least - 2}))
+
+
+def test_compute_waits_for_copies_only_where_two_layers_have_no_room() -> None:
+    block = layer(matmuls=None)
+    profile = profile_of(*[block] * 6)
+    two = Budgets(device_bytes=block.full_bytes + 20, host_bytes=1 << 20)
+    one = dataclasses.replace(two, device_bytes=block.full_bytes)
+    overlapped, waiting = (plan_activations(profile, machine(), budgets) for budgets in (two, one))
+    assert overlapped.problem.overlap
+    assert not waiting.problem.overlap
+    assert waiting.stages[0].peak_device_bytes == block.full_bytes
+    assert overlapped.step_s < waiting.step_s
+    assert plan_from_json(plan_to_json(waiting)) == waiting
 
 
 def test_recompute_that_is_cheaper_than_waiting_is_chosen_and_the_other_way_round() -> None:

@@ -65,10 +65,12 @@ def assert_agreement(plan: ActivationPlan, simulation: Simulation, within: float
     ],
     ids=lambda one: f"{one.stages}x{one.microbatches} {one.schedule}",
 )
-def test_random_problems(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "compute waits"])
+def test_random_problems(pipeline: Pipeline, overlap: bool) -> None:
     planned, moved, recomputed = 0, 0, 0
     for seed in range(40):
         problem = scaled(random_problem(seed, layers=3 + seed % 14, classes=1 + seed % 3, pipeline=pipeline))
+        problem = dataclasses.replace(problem, overlap=overlap)
         try:
             plan = solve_problem(problem)
         except Infeasible:
@@ -104,11 +106,13 @@ def test_random_problems_in_turns(schedule: PipelineSchedule, stages: int, micro
     assert min(planned, moved, recomputed) >= 3  # else nothing was tested
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "compute waits"])
 @pytest.mark.parametrize("seed", range(12))
-def test_plans_that_no_planner_would_make(seed: int) -> None:
+def test_plans_that_no_planner_would_make(seed: int, overlap: bool) -> None:
     """Late copies everywhere, to both tiers at once, on a device with room: any plan's prediction is what happens."""
     problem = scaled(random_problem(seed, layers=3 + seed, classes=1 + seed % 3))
-    problem = dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, device_bytes=1 << 60))
+    budgets = dataclasses.replace(problem.budgets, device_bytes=1 << 60)
+    problem = dataclasses.replace(problem, budgets=budgets, overlap=overlap)
     draw = itertools.cycle([0.0, 0.35, 0.8, 1.0, 0.55])
     layers = [
         LayerPlan(point=ALL if a > 0.5 else ATTENTION, kept=k, host=(1 - k) * h, disk=(1 - k) * (1 - h))

@@ -97,6 +97,21 @@ def test_copies_that_the_device_orders_may_end_a_layer_later_within_a_placements
     assert peaks[0] == peaks[1] < peaks[2] <= 3.2 * layer, "two layers, and the one before them whole"
 
 
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_without_overlap_the_device_holds_one_layer_in_either_direction(policy: str) -> None:
+    peaks = {}
+    for overlap in (True, False):
+        model = stack(layers=LAYERS)
+        made = checked_on_host(model, policy)
+        made.engine.place(dict.fromkeys(range(LAYERS), Placement(host=1.0)), overlap=overlap)
+        assert_equal(train(model, lambda step, model=model: model(ids(step)), made.manager), plain())
+        assert made.backend.races == []
+        peaks[overlap] = made.engine.stats.peak_device_bytes
+        made.manager.close()
+        assert made.engine.stats.device_bytes == 0
+    assert peaks[False] <= 0.55 * peaks[True]
+
+
 def test_no_copy_ends_later_where_a_recompute_that_is_tried_needs_the_room() -> None:
     model = stack(layers=LAYERS)
     made = checked_on_host(model, "lazy")
