@@ -10,12 +10,12 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from memo.cli.inputs.batch_sizes import BatchOptions
 from memo.cli.inputs.budgets import BudgetOptions
 from memo.cli.inputs.fields import add_fields, is_given, refuse_given
-from memo.cli.inputs.flag_types import Flag, Force, InputFile, Json, OutputFile, Tokens, WrittenFile
+from memo.cli.inputs.flag_types import Flag, Force, InputFile, Json, OutputFile, Tokens
 from memo.cli.inputs.machine import MachineOptions, Nics
 from memo.cli.inputs.model_shape import namesake, shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
@@ -24,9 +24,9 @@ from memo.cli.planning.layouts import SearchOptions, run_search
 from memo.cli.planning.request import AUTO, TRAINING_FIELDS, CountOrAuto, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
-from memo.cli.terminal.output_files import display_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
-from memo.errors import ExitCode, UsageError
+from memo.errors import ExitCode
 from memo.gpt.arithmetic import TrainingMethod
 from memo.mip.activation import (
     DoesNotFit,
@@ -97,11 +97,6 @@ class _Output:
     """Write the plan to FILE as JSON."""
     force: Force = False
     json: Json = False
-    sweep: Literal["seq", "device", "host"] | None = None
-    """Plan for a range of sequence lengths up to --seq, or of budgets of device or host memory, and print one line for
-    each."""
-    plot: WrittenFile | None = None
-    """With --sweep: draw it; FILE ends in .png, .svg or .pdf."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -125,19 +120,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 _CLASHES = (
     ("--search", "--gpus", "give --nodes and --gpus-per-node"),
     ("--search", "--profile", "give --model"),
-    ("--search", "--sweep --plot", "leave it out"),
     ("--search", "--codec", "give one layout"),
     ("--cluster", "--nodes --gpus-per-node", "leave it out"),
     ("--cluster", "--codec", "give one kind of machine"),
     (
         "--cluster",
-        "--gpu --net --attention --doctor --profile --max-seq --gpus=auto --sweep --plot --optimizer-offload",
+        "--gpu --net --attention --doctor --profile --max-seq --gpus=auto --optimizer-offload",
         "its file has the machines; leave out one of them",
     ),
     ("--max-seq", "--batch-tokens", "give --global-batch (default: one sequence)"),
     ("--global-batch", "--batch-tokens", "they are the same size; give one of them"),
-    ("--max-seq", "--gpus=auto --sweep", "each looks for a size; give the number of one of them"),
-    ("--sweep", "--gpus=auto", "give a number of GPUs"),
+    ("--max-seq", "--gpus=auto", "each looks for a size; give the number of one of them"),
     ("--profile", "--max-seq --gpus=auto", "which is of one length and rank; give --model"),
 )
 """A flag, those that do not go with it, and what to do instead."""
@@ -161,29 +154,19 @@ def run(args: argparse.Namespace) -> ExitCode:
     args = argparse.Namespace(**{**vars(args), **defaults})
     if args.cluster is not None:
         return _run_on_cluster(args)
-    refuse_existing(args.output, args.plot, force=args.force)
-    require_matplotlib(args.plot)
-    if args.plot is not None and args.sweep is None:
-        raise UsageError(
-            "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
-        )
+    refuse_existing(args.output, force=args.force)
     length = f"at {format_tokens(args.seq)}" if args.seq else None
     what = " ".join(filter(None, ("planning", args.model, length)))
     with WaitingLine("memo plan", what, quiet=args.json) as waiting:
         request, found = _request(args, say=waiting.say)
         misfit = None
-        if args.sweep is None:
-            try:
-                plan = request.plan()
-                simulation = verify_by_simulation(plan)
-            except DoesNotFit as error:
-                misfit = error, changes_that_fit(request, error, say=waiting.say, shortens=not args.max_seq)
+        try:
+            plan = request.plan()
+            simulation = verify_by_simulation(plan)
+        except DoesNotFit as error:
+            misfit = error, changes_that_fit(request, error, say=waiting.say, shortens=not args.max_seq)
     if misfit is not None:
         raise explain_misfit(request, *misfit, as_json=args.json)
-    if args.sweep is not None:
-        from memo.cli.planning.sweep import run_sweep
-
-        return run_sweep(request, args)
     return _finish(args, with_run(plan, request), simulation, found, request.assumed)
 
 

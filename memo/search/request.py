@@ -1,6 +1,6 @@
 """Request of a plan: a model, a step and a machine, from which planning problems and plans are made.
 
-Pure data beside the model; `memo plan` parses it from flags, searches and sweeps vary it.
+Pure data beside the model; `memo plan` parses it from flags, searches vary it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPT_WORDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request(TrainingMethod):
-    """Model, step, layout and machine with its budgets. Searches and sweeps vary it."""
+    """Model, step, layout and machine with its budgets. Searches vary it."""
 
     config: GPTConfig | HuggingFaceModel | None
     """None where a profile is given."""

@@ -1,4 +1,4 @@
-"""`memo plan`: plans, sweeps, exit codes, files; and what `check`, `show` and `simulate` make of the plan."""
+"""`memo plan`: plans, exit codes, files; and what `check`, `show` and `simulate` make of the plan."""
 
 from __future__ import annotations
 
@@ -192,33 +192,6 @@ def test_pipelines_share_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert 2 * sum(host) <= 1 << 40
 
 
-def test_a_sweep_over_lengths_shows_where_swap_and_recompute_begin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = of_json(capsys, [*PAPER, "--sweep", "seq"])
-    points = report["points"]
-    assert [point["tokens"] for point in points] == [8192 << power for power in range(8)]
-    assert points[0]["fit"]["declined"]
-    assert points[0]["fit"]["shares"]["kept"] == 1.0
-    assert points[-1]["fit"]["shares"]["host"] > 0.4
-    times = [point["fit"]["step_s"] for point in points]
-    assert times == sorted(times)
-    assert 100_000 < report["full_swap_is_free_from_tokens"] < 250_000
-    plot = tmp_path / "sweep.svg"
-    assert main([*PAPER, "--sweep", "seq", "--plot", str(plot)]) == ExitCode.OK
-    assert "full swap hides behind compute from" in capsys.readouterr().out
-    assert "</svg>" in plot.read_text()
-
-
-def test_a_sweep_over_device_budgets_never_gets_slower_with_more(capsys: pytest.CaptureFixture[str]) -> None:
-    report = of_json(capsys, [*PAPER, "--sweep", "device"])
-    times = [point["fit"]["step_s"] for point in report["points"]]
-    assert len(times) == 12
-    assert times == sorted(times, reverse=True)
-    for point in report["points"]:
-        assert point["fit"]["peak_device_bytes"] <= point["device_budget_bytes"]
-
-
 def test_a_profile_and_a_machine_from_files_give_the_presets_plan(
     plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,19 +299,8 @@ def test_a_report_that_is_none_is_one_line(
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--host", "8 gigs"], ExitCode.USAGE, "cannot read"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--accumulate", "0"], ExitCode.USAGE, "0 is less than 1"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--wear", "-1"], ExitCode.USAGE, "--wear"),
-        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--plot", "x.png"], ExitCode.USAGE, "--sweep"),
         (["--gpu", "missing.json", "--model", "7b", "--seq", "8k"], ExitCode.FAILURE, "cannot read"),
         (["--gpu", "a800", "--profile", "missing.json"], ExitCode.FAILURE, "cannot read"),
-        (
-            ["--gpu", "a800", "--model", "7b", "--seq", "8k", "--sweep", "seq", "--plot", "x.bmp"],
-            ExitCode.USAGE,
-            ".png",
-        ),
-        (
-            ["--gpu", "a800", "--model", "7b", "--seq", "8k", "--sweep", "seq", "-o", "x.json"],
-            ExitCode.USAGE,
-            "one plan",
-        ),
     ],
 )
 def test_exit_codes(
@@ -490,10 +452,6 @@ def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     budgets = ["--device", str(problem.budgets.device_bytes), "--host", str(problem.budgets.host_bytes)]
     again = of_json(capsys, ["plan", "--profile", str(profile), "--gpu", str(machine), *budgets])
     assert {part["point"] for part in again["layer_plans"]} > {"all"}
-    swept = of_json(capsys, ["plan", "--profile", str(profile), "--gpu", str(machine), *budgets, "--sweep", "device"])
-    shares = [point["fit"]["shares"] for point in swept["points"] if point["fit"]]
-    assert all(share["alpha"] + sum(share["points"].values()) == pytest.approx(1.0) for share in shares)
-    assert any(share["points"] for share in shares)
 
 
 def test_throughput_is_of_the_job_and_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -562,8 +520,6 @@ def test_mlps_in_tiles_cost_computation_and_hardware_flops(capsys: pytest.Captur
     assert added is not None
     assert float(added[2]) / 100 == pytest.approx(extra, abs=1e-3)
     assert extra > 0.1
-    *_, longest = of_json(capsys, [*asked, "--mlp-tiles", "8", "--precision", "bf16", "--sweep", "seq"])["points"]
-    assert longest["fit"]["added"] == pytest.approx(extra, abs=1e-3)
     # Backward repeats five products of the size of the MLP's matrices.
     repeated = 5 * 2 * 4096 * 14336 * 32 / (8 * PRESETS["h100"].peak_flops) * eight["tokens_per_s"]
     assert eight["hfu"] - eight["mfu_causal"] == pytest.approx(repeated)

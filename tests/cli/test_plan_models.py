@@ -1,4 +1,4 @@
-"""`memo plan` of models by name and by configuration, its searches for a length and for GPUs, sweeps over host memory."""
+"""`memo plan` of models by name and by configuration, its searches for a length and for GPUs."""
 
 from __future__ import annotations
 
@@ -255,22 +255,6 @@ def test_what_does_not_fit_in_any_way_says_what_was_tried(folder: Path, capsys: 
 
 def test_two_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert "each looks for a size" in refused(capsys, "--model", "7b", "--max-seq", "--gpus", "auto")
-    assert "each looks for a size" in refused(capsys, "--model", "7b", "--max-seq", "--sweep", "device")
-    assert "--gpus=auto does not go with --sweep" in refused(
-        capsys, "--model", "7b", "--seq", "8k", "--gpus", "auto", "--sweep", "seq"
-    )
-
-
-def test_a_sweep_over_host_memory_begins_where_something_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    points = planned(
-        capsys, "--model", "350m", "--seq", "64k", "--device", "12GiB", "--mlp-tiles", "8", "--sweep", "host"
-    )["points"]
-    assert all(point["infeasible"] is None for point in points)
-    budgets = [point["host_budget_bytes"] for point in points]
-    assert budgets == sorted(budgets)
-    assert budgets[0] > 0
-    steps = [point["fit"]["step_s"] for point in points]
-    assert steps[-1] < steps[0]
 
 
 def test_memo_train_refuses_models_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:

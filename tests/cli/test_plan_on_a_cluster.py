@@ -87,8 +87,6 @@ def test_numbers_of_layers_that_are_given_are_planned(capsys: pytest.CaptureFixt
         (["--gpu", "h100"], "--gpu does not go with --cluster"),
         (["--net", "8x400Gb"], "--net does not go with --cluster"),
         (["--gpus", "auto"], "--gpus=auto does not go with --cluster"),
-        (["--plot", "x.png"], "--plot does not go with --cluster"),
-        (["--sweep", "seq"], "--sweep does not go with --cluster"),
         (["--gpus", "96"], "is more than the cluster's 48 (ib 16, roce 32)"),
         (["--stage-layers", "16,16"], "--stage-layers has 2 numbers, and there are 3 runs of layers"),
         (["--stage-layers", "16,8,9"], "stages of 33 layers are not 32 layers"),

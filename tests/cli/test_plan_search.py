@@ -205,8 +205,6 @@ def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str])
             [*SEARCH, "--model", "125m", "--max-seq", "--batch-tokens", "1m"],
             "--batch-tokens does not go with --max-seq",
         ),
-        ([*SMALL, "--sweep", "host"], "--sweep does not go with --search"),
-        ([*SMALL, "--plot", "x.png"], "--plot does not go with --search"),
         ([*SMALL, "--global-batch", "8"], "--batch-tokens does not go with --global-batch; they are the same size"),
         ([*SMALL, "--nodes", "0"], "--nodes: 0 is less than 1"),
         ([*SMALL, "--tp", "0"], "--tp 0 is less than 1"),

@@ -1,1 +1,1 @@
-"""Requests of `memo plan`, searches for a length and for GPUs, sweeps, and changes that make a plan fit."""
+"""Requests of `memo plan`, searches for a length and for GPUs, and changes that make a plan fit."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib.util
 import os
 from pathlib import Path
 
@@ -50,16 +49,6 @@ def refuse_existing(*paths: str | Path | None, force: bool) -> None:
         if os.path.lexists(path) and not force:
             raise OutputExists(f"{display_name(path)} exists; give -f to overwrite it")
         _require_directory(Path(path))
-
-
-def require_matplotlib(path: str | Path | None) -> None:
-    """Checks, before the work starts, that a picture can be drawn; None is a picture that was not requested.
-
-    Raises:
-        MemoError: matplotlib is not installed.
-    """
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MemoError(f"{display_name(path)}: pictures need matplotlib: pip install matplotlib")
 
 
 def _require_directory(path: Path) -> None:

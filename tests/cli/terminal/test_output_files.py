@@ -114,15 +114,3 @@ def test_a_directory_that_cannot_hold_the_output_is_refused_before_the_work(
     assert main([*command, "-o", name]) == ExitCode.FAILURE
     assert f"cannot write {name}: {name[:-4]}: {reason}" in capsys.readouterr().err
     assert not worked
-
-
-def test_a_missing_matplotlib_is_told_before_the_work(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worked: list[str] = []
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("memo.search.Request.plan", lambda _: worked.append("plan"))
-    command = ["plan", "--model", "tiny", "--seq", "8k", "--gpu", "h100", "--sweep", "seq", "--plot", "plot.png"]
-    assert main(command) == ExitCode.FAILURE
-    assert "plot.png: pictures need matplotlib: pip install matplotlib" in capsys.readouterr().err
-    assert not worked
