@@ -46,7 +46,6 @@ IMPORTS = {
     "swap/recompute": "memo swap swap/engine swap/recompute/tape",
     "swap face": "memo swap swap/memory swap/engine swap/recompute/tape swap/recompute",
     "memo/trace": "memo mip/address",
-    "memo/trace/live": "memo memo/trace",
     "memo/out_of_memory": "memo memo/trace",
     "memo/machine": "memo mip/inputs swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
@@ -90,7 +89,7 @@ IMPORTS = {
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate face swap face memo/trace "
-    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt "
+    "memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search memo/adapt "
     "memo/rehearsal memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }

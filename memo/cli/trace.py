@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from memo.atomic_file import atomic_file
 from memo.bounded_files import Refused, read_object
-from memo.cli.inputs.fields import add_fields, parsed, refuse_given
+from memo.cli.inputs.fields import add_fields, parsed
 from memo.cli.inputs.flag_types import Flag, Force, Json
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
@@ -89,11 +89,7 @@ class _Html(_Report):
     """Address plan to draw on the page (default: none)."""
     explain: Path | None = None
     """Show what each kind of layer keeps and repeats: the output of memo explain --json (default: none)."""
-    live: bool = False
-    """Instead of writing a file, serve the page of a job that still runs, to this machine, with each new step."""
-    port: int = 8000
-    """With --live: 0 takes a free one."""
-    output: _Output | None = None
+    output: Annotated[_Output, Flag(required=True)]
     """Write the page to FILE."""
     force: Force = False
 
@@ -156,31 +152,9 @@ def _stats(args: _Stats) -> int:
     return ExitCode.OK
 
 
-def _live(args: _Html) -> int:
-    from memo.trace.live import LiveServer
-
-    refuse_given(args, "--output --plan --steps", "has no meaning with --live, which serves the newest steps")
-    packed = [path for path in args.traces if path.endswith(".gz")]
-    if packed:
-        raise UsageError(f"{printable(packed[0])} is compressed, and --live follows a file that still grows")
-    for path in args.traces:
-        if Path(path).exists():
-            require_kind(path, FileKind.TRACE)
-    if not 0 <= args.port < 1 << 16:
-        raise UsageError(f"--port {args.port} is not from 0 to 65535")
-    with LiveServer(args.traces, port=args.port) as server:
-        print(f"{server.url} follows {printable(', '.join(args.traces))}; Ctrl-C ends it", flush=True)
-        server.serve_forever()
-    return ExitCode.OK
-
-
 def _html(args: _Html) -> int:
     from memo.trace import page_data, render_page
 
-    if args.live:
-        return _live(args)
-    if args.output is None:
-        raise UsageError("give -o FILE for the page, or --live for the page of a job that still runs")
     refuse_existing(args.output, force=args.force)
     if args.plan is not None:
         require_kind(args.plan, FileKind.ADDRESS_PLAN)

@@ -2,7 +2,7 @@
 
 All foreign text enters the page in one way: as a JSON block in which `<`, `>`, `&` and U+2028/9 are escaped, and which
 the viewer shows by textContent alone. The content security policy forbids every load and every script and style but the
-two inlined here, which it names by their hashes; a live page may also ask its own server.
+two inlined here, which it names by their hashes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ _PAGE = """<!doctype html>
 """
 
 
-def render_page(data: dict[str, Any], *, title: str, live: bool = False, assets: str = "viewer") -> str:
+def render_page(data: dict[str, Any], *, title: str, assets: str = "viewer") -> str:
     """Renders the HTML file.
 
     Args:
         data: of `page_data`, or of another page's maker.
         title: of the page; may hold any text.
-        live: whether the page may ask the server that it came from for more.
         assets: name of the script and style sheet that draw it: `viewer` for traces, `search` for `memo plan --search`.
     """
     script, style = _asset(f"{assets}.js"), _asset(f"{assets}.css")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
+        "base-uri 'none'; form-action 'none'"
     )
     return _PAGE.format(
         policy=policy,

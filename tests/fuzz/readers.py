@@ -352,16 +352,6 @@ def _trace(path: Path) -> object:
     return report
 
 
-def _followed(path: Path) -> object:
-    from memo.trace import build_report
-    from memo.trace.live import Follower
-
-    follower = Follower(path)
-    follower.update()
-    trace = follower.trace()
-    return None if trace is None else build_report([trace])
-
-
 def _trace_for_a_page(folder: Path) -> None:
     (folder / "trace.jsonl").write_bytes(_SYNTHETIC)
 
@@ -656,7 +646,6 @@ READERS: dict[str, Reader] = {
             file="trace.jsonl.gz",
             read=_trace,
         ),
-        Reader(name="live-trace", seeds=_all_traces, shape=LINES, file="trace.jsonl", read=_followed),
         Reader(
             name="explained-layers",
             seeds=_json_seed(_EXPLAINED),

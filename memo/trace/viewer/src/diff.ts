@@ -35,14 +35,11 @@ export function showDiff(root: HTMLElement, raw: RawDiff): void {
   const pair = h("div", { class: "pair" }, ...halves.flatMap(({ caption, timeline }) => [caption, timeline.element]));
   root.append(h("header", {}, title, lead), h("div", { class: "work" }, pair, h("aside", { class: "panel" }, figures)));
   const [first] = halves.map(({ timeline }) => timeline);
-  listenToKeys(
-    {
-      pan: (pixels) => first.axis.pan(pixels),
-      zoomBy: (factor) => first.axis.zoomBy(factor, first.pointer),
-      once: { "0": () => first.axis.show(steps[0][0], steps[0][0] + longest) },
-    },
-    new AbortController().signal,
-  );
+  listenToKeys({
+    pan: (pixels) => first.axis.pan(pixels),
+    zoomBy: (factor) => first.axis.zoomBy(factor, first.pointer),
+    once: { "0": () => first.axis.show(steps[0][0], steps[0][0] + longest) },
+  });
   const layout = (): void => halves.forEach(({ timeline }) => timeline.layout());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layout);
   layout();

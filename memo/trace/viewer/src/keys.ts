@@ -45,7 +45,7 @@ const HELD: Record<string, { pan?: number; zoom?: number }> = {
   arrowdown: { zoom: 1 / ZOOM },
 };
 
-export function listenToKeys(moves: Moves, signal: AbortSignal): void {
+export function listenToKeys(moves: Moves): void {
   const down = new Set<string>();
   let last = 0;
 
@@ -75,10 +75,9 @@ export function listenToKeys(moves: Moves, signal: AbortSignal): void {
       event.preventDefault();
       moves.once[key]();
     }
-  }, { signal });
-  addEventListener("keyup", (event) => down.delete(event.key.toLowerCase()), { signal });
-  addEventListener("blur", () => down.clear(), { signal });
-  signal.addEventListener("abort", () => down.clear());
+  });
+  addEventListener("keyup", (event) => down.delete(event.key.toLowerCase()));
+  addEventListener("blur", () => down.clear());
 }
 
 function isTyping(target: EventTarget | null): boolean {

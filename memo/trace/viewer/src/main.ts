@@ -9,18 +9,16 @@ import { keysDialog, listenToKeys } from "./keys";
 import { Overview } from "./overview";
 import { PackingView, showPacking } from "./packing";
 import { Panel } from "./panel";
-import { follow } from "./live";
-import { Store, type Looking } from "./state";
+import { Store } from "./state";
 import { Timeline } from "./timeline";
 
 function start(): void {
   const root = document.getElementById("memo");
   const source = document.getElementById("memo-data");
   if (!root || !source) throw new Error("this is not a page that memo wrote");
-  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true } | RawDiff | { plans: Packing[] };
+  const raw = JSON.parse(source.textContent ?? "") as RawPage | RawDiff | { plans: Packing[] };
   source.remove();
-  if ("live" in raw) follow(root, show);
-  else if ("diff" in raw) showDiff(root, raw);
+  if ("diff" in raw) showDiff(root, raw);
   else if ("plans" in raw) showPacking(root, raw.plans);
   else show(root, raw);
   requestAnimationFrame(() => {
@@ -28,19 +26,8 @@ function start(): void {
   });
 }
 
-// What is on the screen: what the person looks at, and an end of it all before another page takes its place.
-export interface Shown {
-  page: Page;
-  looking: Looking;
-  visible(): [number, number];
-  look(from: number, to: number): void;
-  close(): void;
-}
-
-function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Looking> = () => ({})): Shown {
+function show(root: HTMLElement, raw: RawPage): void {
   const page = new Page(raw);
-  const ended = new AbortController();
-  const { signal } = ended;
   const store = new Store({
     rank: Math.max(0, page.ranks.findIndex((rank) => rank.rank === page.raw.stats.rank)),
     allRanks: false,
@@ -50,7 +37,6 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
     selection: null,
     view: "timeline",
     other: true,
-    ...kept(page),
   });
   const timeline = new Timeline(page, store);
   const overview = new Overview(page, store, timeline.axis);
@@ -81,7 +67,7 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
     if ("step" in change) toStep();
     if ("view" in change) showView();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout(), { signal });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout());
   listenToKeys({
     pan: (pixels) => timeline.axis.pan(pixels),
     zoomBy: (factor) => timeline.axis.zoomBy(factor, timeline.pointer),
@@ -98,20 +84,10 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
         store.set({ selection: null, query: "", hits: null });
       },
     },
-  }, signal);
+  });
   showView();
   timeline.layout();
   toStep();
-  return {
-    page,
-    looking: store.now,
-    visible: () => timeline.axis.domain,
-    look: (from, to) => timeline.axis.show(from, to),
-    close: () => {
-      ended.abort();
-      root.replaceChildren();
-    },
-  };
 }
 
 function focus(page: Page, store: Store, timeline: Timeline): void {
