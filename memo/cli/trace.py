@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from memo.atomic_file import atomic_file
-from memo.bounded_files import Refused, read_object
 from memo.cli.inputs.fields import add_fields, parsed
 from memo.cli.inputs.flag_types import Flag, Force, Json
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import (
-    display_name,
     file_path,
     print_written,
     refuse_existing,
 )
-from memo.errors import ExitCode, TraceError, UsageError
+from memo.errors import ExitCode, UsageError
 from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_to_json, printable, read_traces
 
 
@@ -85,10 +83,6 @@ class _Stats(_Report):
 class _Html(_Report):
     """Options of `memo trace html`."""
 
-    plan: Path | None = None
-    """Address plan to draw on the page (default: none)."""
-    explain: Path | None = None
-    """Show what each kind of layer keeps and repeats: the output of memo explain --json (default: none)."""
     output: Annotated[_Output, Flag(required=True)]
     """Write the page to FILE."""
     force: Force = False
@@ -156,11 +150,8 @@ def _html(args: _Html) -> int:
     from memo.trace import page_data, render_page
 
     refuse_existing(args.output, force=args.force)
-    if args.plan is not None:
-        require_kind(args.plan, FileKind.ADDRESS_PLAN)
     report = build_report(_read(args), plain_s=args.plain)
-    explained = explained_layers(args.explain) if args.explain else []
-    data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
+    data = page_data(report)
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
     with atomic_file(args.output, overwrite=args.force) as target:
@@ -170,33 +161,6 @@ def _html(args: _Html) -> int:
             print(rank["thinned"])
     print_written(args.output)
     return ExitCode.OK
-
-
-def explained_layers(path: Path) -> list[dict[str, Any]]:
-    """Kinds of layers in a file of `memo explain --json`.
-
-    Raises:
-        TraceError: it is no such file.
-    """
-    try:
-        kinds = read_object(path).get("kinds")
-    except OSError as error:
-        raise TraceError(f"{display_name(path)}: cannot read: {error.strerror}") from None
-    except Refused as error:
-        raise TraceError(f"{display_name(path)} is not what memo explain --json prints: {error}") from None
-    if not isinstance(kinds, list) or not all(isinstance(kind, dict) and kind.keys() >= _KIND_KEYS for kind in kinds):
-        raise TraceError(f"{display_name(path)} is not what memo explain --json prints")
-    return kinds
-
-
-_KIND_KEYS = {"layer", "layers", "module", "setting", "refused", "saved_storages", "saved_nbytes", "rows", "points"}
-
-
-def _packing(path: Path) -> list[dict[str, Any]]:
-    from memo.mip.address import read_plan
-    from memo.trace import address_plan_drawings
-
-    return address_plan_drawings(read_plan(path), title=path.name)
 
 
 def _chrome(args: _Chrome) -> int:

@@ -46,19 +46,11 @@ _LANES, _CAUSES, _STATES, _USES, _TIERS = (
 )
 
 
-def page_data(
-    report: TraceReport,
-    *,
-    packing: Sequence[dict[str, Any]] = (),
-    explained: Sequence[dict[str, Any]] = (),
-    max_items: int = MAX_ITEMS,
-) -> dict[str, Any]:
+def page_data(report: TraceReport, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
     """Builds the viewer's data, ready for json.
 
     Args:
         report: of the run.
-        packing: drawings of an address plan for the second view (`address_plan_drawings`).
-        explained: kinds of layers for the third view, as in `memo explain --json`.
         max_items: number of items that the page draws, over all ranks.
     """
     names = _Names()
@@ -78,8 +70,6 @@ def page_data(
         "stats": without_folders(report.to_json()),
         "ranks": [_RankColumns(one, names, origin, share).to_json() for one in report.ranks],
         "names": names.strings,
-        "packing": list(packing),
-        "explained": {"kinds": list(explained)},
     }
 
 

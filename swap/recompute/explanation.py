@@ -1,7 +1,7 @@
 """Explanation of one layer's recompute, for people and programs: its tape as a table, and the curve of its choices.
 
 Pure data that knows no tensor; `explain.py` makes it. `str()` gives the tables, with views and steps of which backward
-needs nothing folded; `to_json` has every row.
+needs nothing folded; `rows` has every row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from memo.units import format_bytes, text_table
 
@@ -93,10 +92,6 @@ class LayerExplanation:
     def used(self) -> Point:
         """The choice of the layer's last call."""
         return next(point for point in self.points if point.is_used)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns an object for JSON; bytes are `nbytes`, microseconds `us`."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         used = self.used

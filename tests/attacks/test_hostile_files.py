@@ -90,8 +90,6 @@ COMMANDS = {
     "trace html": "trace html {} -o page.html",
     "trace chrome": "trace chrome {} -o chrome.json",
     "trace diff": "trace diff {} {}",
-    "trace html --plan": "trace html trace.jsonl --plan {} -o page.html",
-    "trace html --explain": "trace html trace.jsonl --explain {} -o page.html",
     "explain-oom": "explain-oom {}",
     "plan --model": "plan --model {} --seq 1k --gpu h100",
     "plan --profile": "plan --profile {} --gpu h100",

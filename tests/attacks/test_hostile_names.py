@@ -68,7 +68,6 @@ FILES: dict[str, tuple[Callable[[str], str | bytes], tuple[str, ...]]] = {
         (
             "show {}",
             "check {}",
-            "trace html trace.jsonl --plan {} -f -o {page}",
             "pack {} --time-limit 1s --plot {page} -f",
         ),
     ),
@@ -82,10 +81,6 @@ FILES: dict[str, tuple[Callable[[str], str | bytes], tuple[str, ...]]] = {
             "trace diff {} {} -f -o {page}",
             "explain-oom {}",
         ),
-    ),
-    "kinds.json": (
-        lambda name: json.dumps(_named(_seed("explained-layers"), name)),
-        ("trace html trace.jsonl --explain {} -f -o {page}",),
     ),
     "s.pickle": (
         lambda name: pickle.dumps(_framed(_seed("snapshot"), name)),

@@ -93,7 +93,7 @@ def test_an_address_plan_is_refused_by_its_name(tmp_path: Path, capsys: pytest.C
     plan = tmp_path / "plan.json"
     plan.write_text('{"format": "memo-address-plan", "version": 1}')
     assert main(["simulate", str(plan)]) == ExitCode.FAILURE
-    said = f"memo simulate: {plan} is an address plan, not an activation plan; use memo show, memo check or memo trace html"
+    said = f"memo simulate: {plan} is an address plan, not an activation plan; use memo show or memo check"
     assert capsys.readouterr().err.startswith(said)
 
 

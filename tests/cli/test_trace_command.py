@@ -14,8 +14,6 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.address import AddressPlan, AddressProblem, Buffer, plan_to_json
-from memo.mip.address.problem import ArenaPlan, Status
 
 ROOT = Path(__file__).parent.parent.parent
 HEADER = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}
@@ -128,17 +126,6 @@ def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert main(["trace", "html", *traces, "-o", str(tmp_path / "absent" / "r.html")]) == ExitCode.FAILURE
     assert capsys.readouterr().err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_html_shows_an_address_plan_as_a_second_view(traces: list[str], tmp_path: Path) -> None:
-    buffer = Buffer(id="activation", start=0, end=4, nbytes=256)
-    arena = ArenaPlan(name="device", nbytes=256, lower_bound_nbytes=256, status=Status.OPTIMAL, method="order")
-    plan, page = tmp_path / "plan.json", tmp_path / "r.html"
-    plan.write_text(plan_to_json(AddressPlan(problem=AddressProblem(buffers=(buffer,)), offsets=(0,), arenas=(arena,))))
-    assert main(["trace", "html", *traces, "--plan", str(plan), "-o", str(page)]) == ExitCode.OK
-    assert '"name":"activation","offset":0,"nbytes":256' in page.read_text()
-    plan.write_text("{}")
-    assert main(["trace", "html", *traces, "--plan", str(plan), "-o", str(page), "-f"]) == ExitCode.FAILURE
 
 
 def test_chrome_packs_when_the_name_says_so(traces: list[str], tmp_path: Path) -> None:

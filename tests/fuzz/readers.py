@@ -352,59 +352,6 @@ def _trace(path: Path) -> object:
     return report
 
 
-def _trace_for_a_page(folder: Path) -> None:
-    (folder / "trace.jsonl").write_bytes(_SYNTHETIC)
-
-
-_EXPLAINED = {
-    "model": "tiny",
-    "kinds": [
-        {
-            "layer": "layers.0",
-            "layers": ["layers.0", "layers.1"],
-            "module": "Block",
-            "setting": "alpha 0",
-            "refused": None,
-            "saved_storages": 2,
-            "saved_nbytes": 3072,
-            "rows": [
-                {
-                    "step": 0,
-                    "operator": "aten.mm",
-                    "shape": [4, 16],
-                    "dtype": "float32",
-                    "nbytes": 2048,
-                    "is_saved": True,
-                }
-                | {"fate": "replayed", "why": "backward needs it", "replay_us": 1500.0}
-            ],
-            "points": [
-                {"name": "attention", "kept_nbytes": 1024, "kept_fraction": 1 / 3, "replay_us": 1500.0}
-                | {"replayed_steps": 1, "held_nbytes": 512, "is_used": True},
-            ],
-        }
-    ],
-}
-
-
-@functools.cache
-def _report_of(folder: Path) -> Any:
-    from memo.trace import build_report, read_traces
-
-    return build_report(read_traces([folder / "trace.jsonl"]))
-
-
-def _explained(path: Path) -> object:
-    """As `memo trace html --explain`, whose parser of arguments takes four times as long as all else."""
-    from memo.cli.trace import explained_layers
-    from memo.trace import page_data, render_page
-
-    kinds = explained_layers(path)
-    if CANARY in render_page(page_data(_report_of(path.parent), explained=kinds), title="x"):
-        raise Broken("HTML of the input is in the page")
-    return kinds
-
-
 def _configuration(path: Path) -> object:
     from memo.hugging_face import configuration_from
 
@@ -645,15 +592,6 @@ READERS: dict[str, Reader] = {
             shape=GZIPPED_LINES,
             file="trace.jsonl.gz",
             read=_trace,
-        ),
-        Reader(
-            name="explained-layers",
-            seeds=_json_seed(_EXPLAINED),
-            shape=JSON,
-            file="explain.json",
-            read=_explained,
-            commands=("trace html {beside}/trace.jsonl --explain {} -f -o {page}",),
-            beside=_trace_for_a_page,
         ),
         Reader(
             name="configuration",

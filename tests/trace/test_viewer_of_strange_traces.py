@@ -82,53 +82,6 @@ def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path)
     domain(page)
 
 
-@pytest.fixture(scope="module")
-def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report with an address plan: two arenas, a few rectangles on a grid."""
-    from memo.mip.address import AddressPlan, AddressProblem, Buffer
-    from memo.mip.address.problem import ArenaPlan, Status
-    from memo.trace import address_plan_drawings, build_report, page_data, read_traces, render_page
-
-    folder = tmp_path_factory.mktemp("packed")
-    synthetic.write(folder / "t.jsonl", synthetic.Workload(layers=4, steps=2))
-    grid = [(row, column) for row in range(4) for column in range(5)]
-    device = [
-        Buffer(id=f"layers.{row}.t{column}", start=column * 10, end=column * 10 + 10, nbytes=1 << 20)
-        for row, column in grid
-    ]
-    host = [Buffer(id="</script>spilled", start=0, end=50, nbytes=4096, arena="host")]
-    arenas = tuple(
-        ArenaPlan(name=name, nbytes=nbytes, lower_bound_nbytes=nbytes, status=Status.OPTIMAL, method="order")
-        for name, nbytes in (("device", 4 << 20), ("host", 4096))
-    )
-    offsets = (*(row << 20 for row, _ in grid), 0)
-    plan = AddressPlan(problem=AddressProblem(buffers=(*device, *host)), offsets=offsets, arenas=arenas)
-    data = page_data(
-        build_report(read_traces([folder / "t.jsonl"])), packing=address_plan_drawings(plan, title="plan.json")
-    )
-    page = folder / "report.html"
-    page.write_text(render_page(data, title="memo trace"))
-    return page
-
-
-def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callable[..., Any]) -> None:
-    page = open_page(packed)
-    page.click("#view-packing")
-    facts = page.locator(".packing .body")
-    assert "4 MiB" in facts.text_content()
-    box = page.locator(".packing canvas").bounding_box()
-    floor = box["height"] - 24
-    y = floor - 3.5 / (4 * 1.02) * (floor - 10)  # 3.5 MiB up, in the fourth of four rows
-    page.mouse.click(box["x"] + 72 + (box["width"] - 82) * 0.5, box["y"] + y)
-    assert "layers.3.t2" in facts.text_content()  # half way across, in the third of five columns
-    page.mouse.wheel(0, -200)
-    page.select_option("#arena", "1")
-    assert "4 KiB" in facts.text_content()
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.click("#view-timeline")
-    domain(page)
-
-
 def test_the_page_of_an_address_plan_alone_shows_its_buffers(open_page: Callable[..., Any], tmp_path: Path) -> None:
     problem, path = tmp_path / "p.csv", tmp_path / "p.html"
     for rows, words in (("a,0,2,1024\nb,1,3,1024\n", "2 KiB"), ("", "nothing to place")):

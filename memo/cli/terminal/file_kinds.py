@@ -27,13 +27,13 @@ class FileKind(enum.Enum):
 
     TRACE = "memo-trace", "a trace", "memo trace html"
     ACTIVATION_PLAN = "memo-activation-plan", "an activation plan", "memo show, memo check or memo simulate"
-    ADDRESS_PLAN = "memo-address-plan", "an address plan", "memo show, memo check or memo trace html --plan"
+    ADDRESS_PLAN = "memo-address-plan", "an address plan", "memo show or memo check"
     BUFFERS = "memo-address-problem", "a list of buffers with lifetimes", "memo pack"
     PROFILE = "memo-profile", "a profile of a step", "memo plan --profile"
     HARDWARE = "memo-hardware", "a description of a machine", "memo plan --gpu or memo simulate --hardware"
     CLUSTER = "memo-cluster", "a description of a cluster", "memo plan --cluster"
     MACHINE_REPORT = "", "a report of memo doctor --json", "memo plan --doctor"
-    MODEL_CONFIG = "", "a model's configuration", "memo plan --model or memo explain --model"
+    MODEL_CONFIG = "", "a model's configuration", "memo plan --model"
     SNAPSHOT = "", "a pickle, as memory snapshots of PyTorch are", "memo explain-oom or memo pack"
 
     def __init__(self, tag: str, words: str, reader: str) -> None:

@@ -75,7 +75,6 @@ READERS = {
     "pack": (["pack"], {"buffers.csv", "addresses.json", "snapshot.pickle"}),
     "stats": (["trace", "stats"], {"trace.jsonl", "trace.jsonl.gz"}),
     "html": (["trace", "html", "-o", "out.html"], {"trace.jsonl", "trace.jsonl.gz"}),
-    "html-plan": (["trace", "html", "trace.jsonl", "-o", "out.html", "--plan"], {"addresses.json"}),
     "chrome": (["trace", "chrome", "-o", "out.json"], {"trace.jsonl", "trace.jsonl.gz"}),
     "diff": (["trace", "diff", "trace.jsonl"], {"trace.jsonl", "trace.jsonl.gz"}),
     "plan-profile": (["plan", "--gpu", "a800", "--profile"], {"profile.json"}),

@@ -120,7 +120,6 @@ def test_a_closed_standard_error_does_not_end_the_work(at_once: None) -> None:
         ["record", "--model", "tiny", "--seq", "64", "--json"],
         ["pack", "step.csv", "--json"],
         ["doctor", "--json", "--seconds", "1ms"],
-        ["explain", "--seq", "32", "--json"],
         ["profile", "--seq", "32", "--layers", "2", "--repeats", "1", "--json"],
     ],
     ids=lambda command: command[0],

@@ -95,38 +95,6 @@ export interface PlanBuffer {
   end: number;
 }
 
-export interface ExplainedRow {
-  step: number | null;
-  operator: string;
-  shape: number[];
-  dtype: string;
-  nbytes: number;
-  is_saved: boolean;
-  fate: string;
-  why: string;
-  replay_us: number | null;
-}
-
-export interface ExplainedLayer {
-  layer: string;
-  layers: string[];
-  module: string;
-  setting: string;
-  refused: string | null;
-  saved_storages: number;
-  saved_nbytes: number;
-  rows: ExplainedRow[];
-  points: {
-    name: string;
-    kept_nbytes: number;
-    kept_fraction: number;
-    replay_us: number;
-    replayed_steps: number;
-    held_nbytes: number;
-    is_used: boolean;
-  }[];
-}
-
 export interface Packing {
   title: string;
   arena: string;
@@ -150,8 +118,6 @@ export interface RawPage {
   stats: { rank: number; step: number | null; ranks: RankFigures[] };
   ranks: RawRank[];
   names: string[];
-  packing: Packing[];
-  explained: { kinds: ExplainedLayer[] };
 }
 
 // Spans of one lane that do not overlap; `life` is -1 where no tensor is known.

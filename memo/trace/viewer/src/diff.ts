@@ -48,7 +48,7 @@ export function showDiff(root: HTMLElement, raw: RawDiff): void {
 function half(page: Page, name: string, letter: string, [begin, end]: [number, number], longest: number): Half {
   const rank = page.ranks.findIndex((one) => one.rank === page.raw.stats.rank);
   const { step } = page.raw.stats;
-  const store = new Store({ rank, allRanks: false, step, query: "", hits: null, selection: null, view: "timeline", other: true });
+  const store = new Store({ rank, allRanks: false, step, query: "", hits: null, selection: null, other: true });
   const which = step === null ? "" : `, step ${step}`;
   const caption = h("p", { class: "caption" }, `${letter}: ${printable(name, 80)}${which}, ${duration(end - begin)}`);
   return { timeline: new Timeline(page, store, [begin, begin + longest]), begin, caption };

@@ -17,7 +17,7 @@ export function makeHeader(page: Page, store: Store, act: { next(): void; themed
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter") act.next();
   });
-  const controls = h("div", { class: "controls" }, ...views(page, store), rankSelect(page, store), stepSelect(page, store), search, themeButton(act.themed), keysButton(act.keys));
+  const controls = h("div", { class: "controls" }, rankSelect(page, store), stepSelect(page, store), search, themeButton(act.themed), keysButton(act.keys));
   const title = h("div", { class: "title" }, h("h1", {}, "memo trace"), h("span", { class: "subtitle" }, subtitle(page)));
   const element = h("header", {}, h("div", { class: "bar" }, title, controls), verdict(page, store));
   return { element, search };
@@ -63,22 +63,6 @@ function stepSelect(page: Page, store: Store): HTMLElement {
     if ("rank" in change || "step" in change) fill();
   });
   return select;
-}
-
-function views(page: Page, store: Store): HTMLElement[] {
-  const others: HTMLElement[] = [];
-  const make = (view: "timeline" | "packing" | "explain", text: string): HTMLElement => {
-    const button = h("button", { type: "button", id: `view-${view}` }, text);
-    const mark = (): void => button.setAttribute("aria-pressed", String(store.now.view === view));
-    button.addEventListener("click", () => store.set({ view }));
-    store.watch(mark);
-    mark();
-    return button;
-  };
-  if (page.raw.packing.length) others.push(make("packing", "Addresses"));
-  if (page.raw.explained.kinds.length) others.push(make("explain", "Layers"));
-  if (!others.length) return [];
-  return [h("span", { class: "views", role: "group", "aria-label": "View" }, make("timeline", "Timeline"), ...others)];
 }
 
 function themeButton(themed: () => void): HTMLElement {

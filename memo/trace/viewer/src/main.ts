@@ -3,11 +3,10 @@
 import { Page, type Packing, type RawPage } from "./data";
 import { showDiff, type RawDiff } from "./diff";
 import { h } from "./dom";
-import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
 import { keysDialog, listenToKeys } from "./keys";
 import { Overview } from "./overview";
-import { PackingView, showPacking } from "./packing";
+import { showPacking } from "./packing";
 import { Panel } from "./panel";
 import { Store } from "./state";
 import { Timeline } from "./timeline";
@@ -35,37 +34,25 @@ function show(root: HTMLElement, raw: RawPage): void {
     query: "",
     hits: null,
     selection: null,
-    view: "timeline",
     other: true,
   });
   const timeline = new Timeline(page, store);
   const overview = new Overview(page, store, timeline.axis);
   timeline.moved = () => overview.draw();
-  const packing = page.raw.packing.length ? new PackingView(page.raw.packing, store) : null;
-  const explain = page.raw.explained.kinds.length ? new ExplainView(page, store) : null;
   const panel = new Panel(page, store, { show: (from, to) => timeline.axis.show(from, to) });
   const next = nextMatch(page, store, timeline);
   const keys = keysDialog();
   const header = makeHeader(page, store, {
     next,
     keys: () => keys.showModal(),
-    themed: () => {
-      timeline.layout();
-      packing?.redraw();
-    },
+    themed: () => timeline.layout(),
   });
   const first = h("div", { class: "work" }, h("div", { class: "lanes" }, overview.element, timeline.element), panel.element);
-  root.append(keys, header.element, first, ...(packing ? [packing.element] : []), ...(explain ? [explain.element] : []));
+  root.append(keys, header.element, first);
 
   const toStep = (): void => timeline.axis.around(...page.ranks[store.now.rank].interval(store.now.step), 0.01);
-  const showView = (): void => {
-    first.hidden = store.now.view !== "timeline";
-    if (packing) packing.element.hidden = store.now.view !== "packing";
-    if (explain) explain.element.hidden = store.now.view !== "explain";
-  };
   store.watch((change) => {
     if ("step" in change) toStep();
-    if ("view" in change) showView();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout());
   listenToKeys({
@@ -85,7 +72,6 @@ function show(root: HTMLElement, raw: RawPage): void {
       },
     },
   });
-  showView();
   timeline.layout();
   toStep();
 }

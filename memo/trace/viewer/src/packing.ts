@@ -1,4 +1,4 @@
-// The second view: an address plan as a packing picture, time across and address up, one rectangle a buffer.
+// The page of memo pack --plot: an address plan as a picture, time across and address up, one rectangle a buffer.
 
 import { scaleLinear, type ScaleLinear } from "d3-scale";
 import { select } from "d3-selection";
@@ -7,14 +7,13 @@ import type { Packing, PlanBuffer } from "./data";
 import { h, table } from "./dom";
 import { bytes, count, percent, printable } from "./format";
 import { fit } from "./lanes";
-import { Store } from "./state";
 import { inkOn, layerColour, theme } from "./theme";
 
 const LEFT = 72;
 const BOTTOM = 24;
 const TOP = 10;
 
-export class PackingView {
+class PackingView {
   readonly element: HTMLElement;
   private readonly canvas: HTMLCanvasElement;
   private readonly context: CanvasRenderingContext2D;
@@ -30,7 +29,7 @@ export class PackingView {
   private height = 1;
   private asked = false;
 
-  constructor(plans: Packing[], private readonly store: Store) {
+  constructor(plans: Packing[]) {
     [this.plan] = plans;
     this.canvas = h("canvas", { class: "plot", role: "img", "aria-label": "Addresses over time" });
     this.facts = h("div", { class: "body" });
@@ -50,7 +49,6 @@ export class PackingView {
     select(this.canvas).call(behavior);
     this.canvas.addEventListener("click", (event) => this.choose(event));
     new ResizeObserver(() => this.layout(stage)).observe(stage);
-    store.watch(() => this.redraw());
     this.show(this.plan);
   }
 
@@ -70,8 +68,8 @@ export class PackingView {
     return choice;
   }
 
-  redraw(): void {
-    if (this.asked || this.store.now.view !== "packing") return;
+  private redraw(): void {
+    if (this.asked) return;
     this.asked = true;
     requestAnimationFrame(() => {
       this.asked = false;
@@ -124,10 +122,8 @@ export class PackingView {
     const y0 = this.y(buffer.offset + buffer.nbytes);
     const y1 = this.y(buffer.offset);
     if (x1 < LEFT || x0 > this.width || y1 < 0 || y0 > this.height) return;
-    const { query } = this.store.now;
-    const dim = query !== "" && !buffer.name.toLowerCase().includes(query.trim().toLowerCase());
     const colour = layerColour((i * 7) % 17, 17);
-    context.globalAlpha = dim ? 0.15 : 0.9;
+    context.globalAlpha = 0.9;
     context.fillStyle = colour;
     const [width, height] = [Math.max(x1 - x0, 0.7), Math.max(y1 - y0, 0.7)];
     context.fillRect(x0, y0, width, height);
@@ -142,7 +138,7 @@ export class PackingView {
       context.lineWidth = 2.5;
       context.strokeRect(x0, y0, width, height);
     }
-    const text = !dim && height > 12 && width > 30 ? fit(printable(buffer.name), Math.floor((width - 6) / 6.1)) : "";
+    const text = height > 12 && width > 30 ? fit(printable(buffer.name), Math.floor((width - 6) / 6.1)) : "";
     if (text) {
       context.fillStyle = inkOn(colour);
       context.fillText(text, Math.max(x0, LEFT) + 3, (y0 + y1) / 2);
@@ -225,11 +221,9 @@ export class PackingView {
   }
 }
 
-// The page of an address plan alone, of memo pack --plot.
 export function showPacking(root: HTMLElement, plans: Packing[]): void {
-  const store = new Store({ rank: 0, allRanks: false, step: null, query: "", hits: null, selection: null, view: "packing", other: true });
   const title = h("div", { class: "bar" }, h("div", { class: "title" }, h("h1", {}, "memo pack")));
-  const shown = plans.length ? new PackingView(plans, store).element : h("p", {}, "nothing to place");
+  const shown = plans.length ? new PackingView(plans).element : h("p", {}, "nothing to place");
   root.append(h("header", {}, title), shown);
 }
 

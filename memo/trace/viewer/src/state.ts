@@ -17,7 +17,6 @@ export interface Looking {
   query: string;
   hits: Uint8Array | null; // by name index: 1 where the query matches; null without a query
   selection: Selection | null;
-  view: "timeline" | "packing" | "explain";
   other: boolean; // memory that is neither saved nor owned is shown
 }
 
