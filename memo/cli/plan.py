@@ -134,7 +134,7 @@ _CLASHES = (
     ("--profile", "--max-seq --gpus=auto", "which is of one length and rank; give --model"),
 )
 """A flag, those that do not go with it, and what to do instead."""
-_ONLY_SEARCH = "--nodes --gpus-per-node --dp --batch-tokens --html"
+_ONLY_SEARCH = "--nodes --gpus-per-node --dp --batch-tokens"
 """Flags that go with --search only."""
 
 
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if not args.search:
         refuse_given(args, _ONLY_SEARCH, "goes with --search only")
     if args.search:
-        refuse_existing(args.output, args.html, force=args.force)
+        refuse_existing(args.output, force=args.force)
         return run_search(args)
     defaults = {name: value for name, value in DEFAULTS.items() if getattr(args, name) is None}
     if args.cluster is not None:

@@ -37,15 +37,14 @@ _PAGE = """<!doctype html>
 """
 
 
-def render_page(data: dict[str, Any], *, title: str, assets: str = "viewer") -> str:
+def render_page(data: dict[str, Any], *, title: str) -> str:
     """Renders the HTML file.
 
     Args:
         data: of `page_data`, or of another page's maker.
         title: of the page; may hold any text.
-        assets: name of the script and style sheet that draw it: `viewer` for traces, `search` for `memo plan --search`.
     """
-    script, style = _asset(f"{assets}.js"), _asset(f"{assets}.css")
+    script, style = _asset("viewer.js"), _asset("viewer.css")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import math
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,6 @@ def answer(capsys: pytest.CaptureFixture[str], flags: list[str]) -> dict[str, An
     [
         (["--nodes", "2"], "--nodes does not go with --cluster"),
         (["--gpus-per-node", "2"], "--gpus-per-node does not go with --cluster"),
-        (["--html", "page.html", "-o", "page.html"], "-o and --html both name page.html"),
         (["--max-seq"], "not allowed with"),
         (["--gpu", "h100"], "--gpu does not go with --cluster"),
         (["--tp", "5"], "--tp 5 does not divide"),
@@ -172,26 +170,12 @@ def test_each_run_of_nodes_has_its_command(tmp_path: Path, capsys: pytest.Captur
     assert "no launch line: memo train shards by ZeRO 3 alone" in capsys.readouterr().out
 
 
-def test_a_page_has_the_nodes_of_each_group_and_the_links_that_are_crossed(
+def test_an_answer_has_the_groups_and_the_placement_of_each_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, cluster = tmp_path / "page.html", cluster_file(tmp_path, gpus=("h100", "a800"))
+    cluster = cluster_file(tmp_path, gpus=("h100", "a800"))
     flags = ["--search", *SMALL, "--cluster", cluster, "--global-batch", str(SEQUENCES), "--pp", "2", "--tp", "2"]
-    report = answer(capsys, ["plan", *flags, "--schedule", "1f1b", "--html", str(page)])
-    found = re.search(r'id="memo-data">(.*?)</script>', page.read_text(), re.S)
-    assert found is not None
-    data = json.loads(found[1])
-    assert data["search"] == json.loads(json.dumps(report)) | {"seconds": data["search"]["seconds"]}
-    names = [group["name"] for group in data["search"]["groups"]]
-    assert [(one["name"], one["hardware"]) for one in data["search"]["groups"]] == [("a", "h100"), ("b", "a800")]
-    best, drawn = data["search"]["best"][0], data["drawn"][0]
-    first = names.index(best["places"][0][0]["group"])
-    assert [node["ranks"] for node in sorted(drawn["nodes"], key=lambda node: node["group"] != first)] == [
-        [0, 1],
-        [2, 3],
-    ]
-    links = {group["kind"]: group["link"] for group in drawn["groups"]}
-    assert links["pp"] == {"between": ["a", "b"], "of": "node", "bytes_per_s": 25e9 / 8}
-    assert (links["tp"]["between"], links["tp"]["of"]) == (None, "GPU")
-    planned = [point for point in data["search"]["points"] if point["status"] == "planned"]
-    assert {point["placement"] for point in planned} >= {best["placement"]}
+    report = answer(capsys, ["plan", *flags, "--schedule", "1f1b"])
+    assert [(one["name"], one["hardware"]) for one in report["groups"]] == [("a", "h100"), ("b", "a800")]
+    planned = [point for point in report["points"] if point["status"] == "planned"]
+    assert {point["placement"] for point in planned} >= {report["best"][0]["placement"]}

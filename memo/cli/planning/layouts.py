@@ -7,15 +7,13 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import time
 from typing import TYPE_CHECKING
 
 from memo.cli.inputs.fields import given_fields
-from memo.cli.inputs.flag_types import Count, Tokens, WrittenFile
+from memo.cli.inputs.flag_types import Count, Tokens
 from memo.cli.inputs.model_shape import namesake
 from memo.cli.planning.on_cluster import space_on_cluster
-from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
 from memo.cli.tables.layouts import Answer, longest_words, search_summary, search_table, smallest_table
 from memo.cli.terminal.output_files import display_name
@@ -42,7 +40,7 @@ from memo.search import (
     why_not_trained,
     with_run,
 )
-from memo.trace import printable, render_page
+from memo.trace import printable
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
@@ -72,8 +70,6 @@ class SearchOptions:
     """With --search: data-parallel ranks (default: searched)."""
     batch_tokens: Tokens | None = None
     """With --search: tokens in a step of all ranks, such as 4m, instead of --global-batch (default: 1m, or one sequence)."""
-    html: WrittenFile | None = None
-    """With --search: write a page with the space, the best layouts on nodes and links, and their simulated steps."""
 
 
 def run_search(args: argparse.Namespace) -> ExitCode:
@@ -83,8 +79,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         UsageError: a flag does not go with --search, or no layout divides the model and the step.
         Infeasible: no layout fits.
     """
-    if args.html and args.output and os.path.realpath(args.html) == os.path.realpath(args.output):
-        raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
     space = _space(args)
     reason, runs, workers = why_not_trained(space.request), runs_under_memo_train, PROCESSES
     if space.request.config is not None and not isinstance(space.request.config, GPTConfig):
@@ -99,10 +93,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         seconds = time.monotonic() - begin_s
         smallest = None if found.best or space.cluster is not None else smallest_that_fits(space)
         waiting.say("simulating the best plans")
-        shown = []
-        for one in _shown(found):
-            played, simulation = play(one.plan, most=MOST_CALLS)
-            shown.append((dataclasses.replace(one, plan=played), simulation))
+        steps = {one.candidate: play(one.plan, most=MOST_CALLS)[1].whole_step_s for one in _shown(found)}
         written = _proven(found, runs=runs if reason is None else None)
     if written is None and space.cluster is not None:
         raise Infeasible(
@@ -124,7 +115,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
             written.plan, gpus_per_node=per_node, plan_file=plan_file, placement=placement, finetune=finetune
         )
         reason = _SPLIT if launch is None else None
-    steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     answer = Answer(found=found, simulated_s=steps, launch=launch, not_trained=reason, written=written)
     summary = {
         **search_summary(answer),
@@ -133,14 +123,8 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         "output": args.output,
     }
     summary |= {} if longest is None else {"max_seq": longest.tokens, "binds": longest.binds}
-    files = {}
     if args.output:
-        files[args.output] = plan_to_json(written.plan)
-    if args.html:
-        page = search_page(summary, shown, space=space, written=written.candidate)
-        files[args.html] = render_page(page, title=f"memo plan --search: {space.request.model}", assets="search")
-    for path, text in files.items():
-        write_file(path, text, overwrite=args.force)
+        write_file(args.output, plan_to_json(written.plan), overwrite=args.force)
     if args.json:
         print(json.dumps(summary))
         return ExitCode.OK
@@ -151,8 +135,8 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     print(search_table(answer, output=args.output, seconds=seconds))
     for sentence in _assumed(args, space):
         print(f"assumed: {printable(sentence, limit=2000)}")
-    for path in files:
-        print(f"Wrote {display_name(path)}")
+    if args.output:
+        print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK
 
 

@@ -1,5 +1,4 @@
-// Bundles src/ and the pinned d3 modules into ../assets: a script and a style sheet for each of two pages, LICENSES.txt.
-// viewer: the pages of traces; search: the page of memo plan --search.
+// Bundles src/ and the pinned d3 modules into ../assets: a script, a style sheet and LICENSES.txt.
 // The result is committed, so that nobody needs Node.js to install or run memo; `npm ci && npm run build` remakes it,
 // byte for byte (a test compares).
 
@@ -27,7 +26,7 @@ const inertHtml = {
 
 const result = await build({
   absWorkingDir: here,
-  entryPoints: { viewer: "src/main.ts", search: "src/search/main.ts" },
+  entryPoints: { viewer: "src/main.ts" },
   outdir: assets,
   bundle: true,
   minify: true,
@@ -41,7 +40,7 @@ const result = await build({
 
 await build({
   absWorkingDir: here,
-  entryPoints: { viewer: "src/viewer.css", search: "src/search/search.css" },
+  entryPoints: { viewer: "src/viewer.css" },
   outdir: assets,
   bundle: true,
   minify: true,
