@@ -318,7 +318,7 @@ class ActivationProblem:
 
     @property
     def without_overlap(self) -> ActivationProblem:
-        """The problem in which compute waits for copies, which needs least memory; itself where a stage has several chunks."""
+        """The problem in which compute waits for copies, which needs least memory; itself with several chunks a stage."""
         if not self.overlap or self.pipeline.chunks > 1:
             return self
         return dataclasses.replace(self, overlap=False)
