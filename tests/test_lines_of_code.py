@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lines_of_code import ROOT, TABLE, lines_of_code, table_in
+from lines_of_code import ROOT, TABLE, lines_of_code, reasons_in, table_in
 
 ROOM = 1.02
 """A folder may have so many times the lines of its row."""
@@ -22,6 +22,12 @@ def test_no_folder_has_more_lines_of_code_than_its_row() -> None:
         "take as much away, or say in the change why python tests/support/lines_of_code.py writes more"
     )
     assert sum(lines.values()) <= ROOM * sum(allowed.values())
+
+
+def test_each_row_says_why_it_has_no_fewer_lines() -> None:
+    reasons = reasons_in(TABLE.read_text())
+    assert reasons.keys() == lines_of_code().keys()
+    assert [folder for folder, why in reasons.items() if not why] == []
 
 
 def test_the_walk_through_the_core_tells_its_files_lengths() -> None:
