@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from memo.units import format_bytes, format_duration, format_tokens
+from memo.units import format_bytes, format_duration, format_tokens, text_table
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,24 +76,20 @@ class Outcome:
 
 def main() -> int:
     """Runs both trainings, prints the comparison and returns the exit code."""
-    console = Console(highlight=False)
     setup = setup_for_gpu() if torch.cuda.is_available() else setup_for_cpu()
     with tempfile.TemporaryDirectory(prefix="memo-demo-") as scratch:
-        console.print(
-            "Two trainings of the same model, a minute or two each on two cores. They show memory, not speed."
-        )
-        console.print(f"1/2  {format_tokens(setup.seq)} tokens, activations in memory")
+        print("Two trainings of the same model, a minute or two each on two cores. They show memory, not speed.")
+        print(f"1/2  {format_tokens(setup.seq)} tokens, activations in memory")
         without = train(setup, ["--offload", "none"], Path(scratch) / "without.jsonl")
-        console.print(f"\n2/2  the same with memo.offload: {' '.join(setup.offload)}")
+        print(f"\n2/2  the same with memo.offload: {' '.join(setup.offload)}")
         trace = Path(scratch) / "trace.rank0.jsonl"
         with_memo = train(setup, [*setup.offload, "--trace", str(trace)], Path(scratch) / "with.jsonl")
         report = write_report(trace, plain_s=setup.seq / without.tokens_per_s)
     identical = without.losses == with_memo.losses  # floats compared exactly, no tolerance
     ratio = with_memo.peak_bytes / without.peak_bytes
-    console.print()
-    console.print(table(setup, without, with_memo, ratio))
-    console.print(f"losses {'identical to the last bit' if identical else 'DIFFER'}; peak memory {ratio:.0%}")
-    console.print(f"every byte and millisecond of the second run: {report} (open it in a browser)")
+    print(f"\n{table(setup, without, with_memo, ratio)}")
+    print(f"losses {'identical to the last bit' if identical else 'DIFFER'}; peak memory {ratio:.0%}")
+    print(f"every byte and millisecond of the second run: {report} (open it in a browser)")
     return 0 if identical and ratio < 0.5 else 1
 
 
@@ -143,27 +137,24 @@ def train(setup: Setup, offload: list[str], metrics: Path) -> Outcome:
     return Outcome(steps=steps, duration_s=time.perf_counter() - begin)
 
 
-def table(setup: Setup, without: Outcome, with_memo: Outcome, ratio: float) -> Table:
+def table(setup: Setup, without: Outcome, with_memo: Outcome, ratio: float) -> str:
     """Table that compares the two runs."""
-    result = Table(title=f"{' '.join(setup.model)} at {format_tokens(setup.seq)} tokens on {setup.device}")
-    result.add_column("")
-    result.add_column("without memo", justify="right")
-    result.add_column("with memo.offload", justify="right")
-    result.add_column("")
-    for step, (a, b) in enumerate(zip(without.losses, with_memo.losses, strict=True), start=1):
-        result.add_row(f"loss of step {step}", repr(a), repr(b), "identical" if a == b else "DIFFERENT")
-    result.add_section()
+    rows = [
+        (f"loss of step {step}", repr(a), repr(b), "identical" if a == b else "DIFFERENT")
+        for step, (a, b) in enumerate(zip(without.losses, with_memo.losses, strict=True), start=1)
+    ]
     peak = "peak device memory" if setup.device == "cuda" else "peak resident memory"
-    result.add_row(peak, format_bytes(without.peak_bytes), format_bytes(with_memo.peak_bytes), f"{ratio:.0%}")
+    rows.append((peak, format_bytes(without.peak_bytes), format_bytes(with_memo.peak_bytes), f"{ratio:.0%}"))
     for tier in ("host", "disk"):
         moved = [format_bytes(run.total(f"{tier}_bytes")) for run in (without, with_memo)]
-        result.add_row(f"moved to {tier}", *moved, f"in {setup.steps} steps")
+        rows.append((f"moved to {tier}", *moved, f"in {setup.steps} steps"))
     speeds = [f"{run.tokens_per_s:,.0f}" for run in (without, with_memo)]
     speed = with_memo.tokens_per_s / without.tokens_per_s
     noise = " (noise: memo makes nothing faster)" if speed > 1 else ""
-    result.add_row("tokens per second", *speeds, f"{speed:.0%}{noise}")
-    result.add_row("whole run", *(format_duration(run.duration_s) for run in (without, with_memo)), "")
-    return result
+    rows.append(("tokens per second", *speeds, f"{speed:.0%}{noise}"))
+    rows.append(("whole run", *(format_duration(run.duration_s) for run in (without, with_memo)), ""))
+    title = f"{' '.join(setup.model)} at {format_tokens(setup.seq)} tokens on {setup.device}"
+    return f"{title}\n{text_table(('', 'without memo', 'with memo.offload', ''), rows, left=(0, 3))}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ LATER = (
     "transformers",
     "pulp",
     "highspy",
-    "rich",
     "matplotlib",
     "pyarrow",
     "tokenizers",
@@ -98,7 +97,7 @@ def step(managed):
 print(json.dumps({"hidden": hidden, "equal": all(map(torch.equal, step(True), step(False)))}))
 """
     told = _told(code)
-    assert {"numpy", "pulp", "highspy", "rich", "pynvml"} <= set(told["hidden"])  # type: ignore[call-overload]
+    assert {"numpy", "pulp", "highspy", "pynvml"} <= set(told["hidden"])  # type: ignore[call-overload]
     assert told["equal"] is True
 
 

@@ -14,17 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from memo.cli.inputs.flag_types import Flag, Json, Size
 from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.installation import conflict
 from memo.trace import duration, printable, rate
-from memo.units import format_bytes, format_duration, format_tokens, parse_duration_s
+from memo.units import format_bytes, format_duration, format_tokens, parse_duration_s, text_table
 
 if TYPE_CHECKING:
     from memo.machine import (
@@ -106,12 +102,8 @@ def _collectives(seconds: float) -> CollectiveRates:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _rows(diagnosis):
-        table.add_row(escape(printable(name, limit=_WIDEST)), escape(printable(text, limit=_WIDEST)))
-    Console(highlight=False).print(table)
+    first, *rows = [(printable(name, limit=_WIDEST), printable(text, limit=_WIDEST)) for name, text in _rows(diagnosis)]
+    print(text_table(first, rows, left=(0, 1)))
 
 
 def _rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:

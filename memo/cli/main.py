@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(args)
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # rich exits so when nobody reads the pipe
+    except SystemExit as stop:  # argparse's
         return ExitCode.OK if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
     except MemoError as error:
         if isinstance(error, UsageError):

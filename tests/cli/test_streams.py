@@ -17,7 +17,7 @@ COMMANDS = {
     "overview": "--help",
     "argparse": "pack --help",
     "table": f"pack {STEP} --time-limit 1s",
-    "rich": f"trace stats <(echo '{TRACE}')",
+    "trace": f"trace stats <(echo '{TRACE}')",
 }
 
 
@@ -41,7 +41,7 @@ def test_a_pipe_that_nobody_reads_is_no_failure(arguments: str, unbuffered: bool
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
-@pytest.mark.parametrize("arguments", [COMMANDS["overview"], COMMANDS["table"], COMMANDS["rich"]])
+@pytest.mark.parametrize("arguments", [COMMANDS["overview"], COMMANDS["table"], COMMANDS["trace"]])
 def test_a_full_disk_behind_standard_output_is_one_line(arguments: str) -> None:
     code, said = shell(arguments, "> /dev/full")
     assert code == ExitCode.FAILURE
@@ -49,7 +49,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(arguments: str) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("arguments", [COMMANDS["table"], COMMANDS["rich"]])
+@pytest.mark.parametrize("arguments", [COMMANDS["table"], COMMANDS["trace"]])
 def test_closed_streams_are_done_without(arguments: str) -> None:
     assert shell(arguments, "<&- >&-")[0] == ExitCode.OK
 
@@ -61,5 +61,5 @@ def test_a_closed_standard_input_holds_no_problem() -> None:
 
 
 def test_a_terminal_of_few_characters_gets_question_marks() -> None:
-    code, said = shell(COMMANDS["rich"], "> /dev/null", PYTHONIOENCODING="ascii")
+    code, said = shell(COMMANDS["trace"], "> /dev/null", PYTHONIOENCODING="ascii")
     assert (code, said) == (ExitCode.OK, "")

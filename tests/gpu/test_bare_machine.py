@@ -41,7 +41,7 @@ def run_bare(bare: Path, *command: str, out: Path | None = None) -> subprocess.C
 
 IMPORTS = """
 import importlib.util, os
-lacking = [name for name in ("pulp", "highspy", "rich", "pytest", "hypothesis", "typer") if importlib.util.find_spec(name)]
+lacking = [name for name in ("pulp", "highspy", "pytest", "hypothesis", "typer") if importlib.util.find_spec(name)]
 assert not lacking, lacking
 import memo, memo.swap.engine.engine, memo.allocator, memo.kernels.dispatch, memo.mip.address.solver
 assert callable(memo.offload)

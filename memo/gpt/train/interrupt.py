@@ -29,7 +29,6 @@ GRACE_S = 3.0
 TOGETHER_S = 1.0
 """Signals that come so soon after the first are one request: timeout and wrappers of commands send two, and Python merges
 those that arrive in one call."""
-_END_OF_BAR = b"\r\x1b[K\x1b[?25h"  # erases a progress bar, which hides the cursor, too
 
 
 class StopRequest:
@@ -77,8 +76,6 @@ class StopRequest:
             _say("memo train: stopping after this step; interrupt again to stop at once")
         elif now_s - self._told_s >= TOGETHER_S and not self._forwarded and not over.wait(GRACE_S):
             _say(f"memo train: interrupted; {self._lost}")
-            if os.isatty(1):
-                os.write(1, _END_OF_BAR)
             os._exit(ExitCode.INTERRUPTED)
 
 

@@ -39,7 +39,6 @@ from memo.gpt.train.gradient_compression import require_replicas, resumed_state,
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
-from memo.gpt.train.progress_bar import ProgressBar
 from memo.gpt.train.step import BatchSource, StepResult, Trainer, weight_dtype
 from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train.tensorboard import TensorBoard
@@ -113,7 +112,7 @@ class _Run:
         self.adapter = adapter
         self.phase = phase
         self.world = world
-        leads = world is None or world.rank == 0
+        self._leads = leads = world is None or world.rank == 0
         self._told_rows = 0.0
         lost = "all steps"
         if config.checkpoint_dir is not None:
@@ -174,11 +173,9 @@ class _Run:
             alpha=config.offload.alpha,
             devices=config.layout.ranks,
         )
-        steps = config.training.schedule.steps
-        self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
-        phase(None if self.progress.has_bar else f"running step {self.done + 1} of {steps}")
+        phase(f"running step {self.done + 1} of {config.training.schedule.steps}")
         for line in (*map(_inert, notes), *self._banner(shape, device, tokens, batches.description)):
-            self.progress.line(line)
+            self._say(line)
 
     def go(self) -> ExitCode:
         """Runs the step loop."""
@@ -193,10 +190,7 @@ class _Run:
                 decision = self._consider(result)
                 try:
                     self._observe(result, decision)
-                except (
-                    BrokenPipeError,
-                    SystemExit,
-                ) as error:  # rich's; the reader has ended, by the same Ctrl-C perhaps
+                except BrokenPipeError as error:  # the reader has ended, by the same Ctrl-C perhaps
                     if self.world is not None:
                         raise
                     unread = error
@@ -210,15 +204,15 @@ class _Run:
         if unread is not None:
             raise unread
         if self.manager is not None and not (decision is not None and decision.changes):
-            self.progress.line(str(self.manager.report()))
+            self._say(str(self.manager.report()))
         if self.trainer.compressed is not None:
-            self.progress.line(f"gradients: {self.trainer.compressed.total}")
+            self._say(f"gradients: {self.trainer.compressed.total}")
         if stopped:
             kept = "nothing was saved; give --checkpoint-dir to save steps and resume"
             if self.checkpoints is not None:
                 path = step_path(self.checkpoints.path, self.done)
                 kept = f"saved in {path}; continue with --resume" if self.done else "nothing is to be saved"
-            self.progress.line(f"stopped after step {self.done}; {kept}")
+            self._say(f"stopped after step {self.done}; {kept}")
             return ExitCode.INTERRUPTED
         return ExitCode.OK
 
@@ -264,17 +258,21 @@ class _Run:
         if self.tensorboard is not None:
             self.tensorboard.write(metrics)
         self.phase(None)
-        self.progress.line(metrics.to_line(usage))
+        self._say(metrics.to_line(usage))
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
-            self.progress.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+            self._say(f"warning  step {result.step}: {result.alarm}; its update was {done}")
         if decision is not None:
-            self.progress.line(f"adapt    step {result.step}: {decision.line}")
+            self._say(f"adapt    step {result.step}: {decision.line}")
         rows = result.expert_rows
         if rows is not None and self.manager is not None and not rows.is_planned and rows.times > self._told_rows:
             self._told_rows = TELL_AGAIN * rows.times
-            self.progress.line(f"note  step {result.step}: {rows}")
-        self.progress.advance()
+            self._say(f"note  step {result.step}: {rows}")
+
+    def _say(self, text: str) -> None:
+        """Prints a line, on the first rank."""
+        if self._leads:
+            print(text, flush=True)
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
@@ -301,7 +299,7 @@ class _Run:
     def _report_failure(self, checkpoints: BackgroundCheckpointDir | DistributedCheckpointDir) -> None:
         failure = checkpoints.failure()
         if failure is not None:
-            self.progress.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
+            self._say(f"warning  {failure}; training goes on, older checkpoints are untouched")
 
     def _banner(self, shape: GPTConfig, device: torch.device, tokens: TokenFile, rows: str) -> list[str]:
         config = self.config
