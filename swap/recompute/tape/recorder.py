@@ -541,8 +541,12 @@ class Recorder(TorchDispatchMode):
             self._suspects.append((self._numbers[ref(tensor.untyped_storage())], differs))
 
     def changed_unseen(self) -> frozenset[int]:
-        """Storages that were read after something unseen had written into them. Waits for the device."""
+        """Storages of the call that has ended into which something unseen has written. Waits for the device."""
         changed = set(self._miscounted)
+        for number, tensor in self.tensors.items() if self._checksums is not None else ():
+            birth, nbytes, *_ = self.storages[number]
+            if birth is Origin.MADE and tensor.untyped_storage().nbytes() == nbytes:  # another layer may read it next
+                self._check(tensor)
         for device in {differs.device for _, differs in self._suspects}:  # a GPU's attention has its seed on the host
             here = [(number, differs) for number, differs in self._suspects if differs.device == device]
             flags = torch.stack([differs for _, differs in here])

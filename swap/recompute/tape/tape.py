@@ -124,6 +124,8 @@ class Tape:
         self._read(iter(log))
         self.last = self._now
         self.saved_storages = frozenset(self.values[use.value][0] for use in self.saved)
+        # Another layer may read the bytes of these that nothing seen has written.
+        self._uninitialised.update(at for at in self.saved_storages if self._written.get(at) is not None)
         self._mark_opaque()
 
     def geometry(self, value: int) -> Geometry:

@@ -7,6 +7,7 @@ Each kernel here uses the largest number of all tokens, which lies elsewhere in 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -308,5 +309,47 @@ def test_a_counted_write_into_what_nothing_has_read_is_found_though_it_changes_n
     for step, weight in enumerate((0.0, 0.0, 0.5)):
         Weighed.weight = weight
         step_is_equal(plain, ours, manager, step)
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
+
+
+class RoundsForTheNext(nn.Module):
+    """An operator fills one half of some memory, which autograd saves; the kernel fills the other, which is returned."""
+
+    def __init__(self, make: Callable[..., torch.Tensor], late: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)
+        self.make, self.late = make, late
+
+    def forward(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, *rounded = given
+        y = functools.reduce(torch.mul, rounded, self.up(x).sin())
+        halves = self.make(2, *y.shape)
+        if not self.late:
+            round_to_largest(y.detach().numpy(), halves[1].numpy())
+        y = y * torch.mul(y.detach(), 2, out=halves[0])
+        if self.late:
+            round_to_largest(y.detach().numpy(), halves[1].numpy())
+        return x + self.down(y), halves[1]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize(("make", "late"), [(torch.empty, False), (torch.zeros, True)], ids=["fills", "overwrites"])
+def test_what_an_unseen_kernel_writes_and_the_next_layer_alone_reads_is_kept(
+    make: Callable[..., torch.Tensor], late: bool, alpha: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[RoundsForTheNext(make, late) for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    manager = memo.offload(ours, layers=list(ours), alpha=alpha, disk=tmp_path, min_bytes=256)
+    for step in range(2):
+        for model in (plain, ours):
+            model.zero_grad()
+        plain((batch(3),))[0].square().mean().backward()
+        with manager:
+            loss = ours((batch(3),))[0].square().mean()
+        loss.backward()
+        for want, got in zip(gradients(plain), gradients(ours), strict=True):
+            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
     assert manager.stats.bytes_recomputed > 0
     manager.close()
