@@ -87,6 +87,7 @@ torch._C:_get_tracing_state | tells torch.jit.trace | public: torch.jit.is_traci
 torch._C:_len_torch_dispatch_stack | number of dispatch modes
 torch._C:_nn._parse_to | reads the arguments of `Tensor.to` as torch does
 torch._C:_will_engine_execute_node | tells which gradients a half of a split backward wants
+torch._C:_{get,set}_blas_preferred_backend | set for replays | public: backends.cuda | lost: not set
 torch._C:_{get,set}_cpu_allow_fp16_reduced_precision_reduction | set for replays | lost: not set
 torch._C:_{get,set}_cublas_allow_bf16_reduced_precision_reduction | set for replays | public: backends.cuda | lost: not set
 torch._C:_{get,set}_cublas_allow_fp16_accumulation | set for replays | public: backends.cuda | lost: not set
@@ -96,8 +97,10 @@ torch._C:_{get,set}_cudnn_benchmark | set for replays | public: torch.backends.c
 torch._C:_{get,set}_cudnn_deterministic | set for replays | public: torch.backends.cudnn.deterministic | lost: not set
 torch._C:_{get,set}_cudnn_enabled | set for replays | public: torch.backends.cudnn.enabled | lost: not set
 torch._C:_{get,set}_float32_matmul_precision | set for replays | public: get_float32_matmul_precision | lost: not set
+torch._C:_{get,set}_linalg_preferred_backend | set for replays | public: backends.cuda | lost: not set
 torch._C:_{get,set}_mkldnn_deterministic | set for replays | public: torch.backends.mkldnn.deterministic | lost: not set
 torch._C:_{get,set}_mkldnn_enabled | set for replays | public: torch.backends.mkldnn.enabled | lost: not set
+torch._C:_{get,set}_nnpack_enabled | set for replays | public: torch.backends.nnpack | lost: not set
 torch._C._distributed_c10d:FakeWork | result of a collective in a run without bytes
 torch._compile:_disable_dynamo | keeps Dynamo from a hook | public: torch.compiler.disable, slow to import
 torch._ops:HigherOrderOperator | tells operators that are given functions

@@ -23,10 +23,11 @@ from memo.torch_private import (
 )
 
 _NAMES = (
-    "cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
-    "cublas_allow_fp16_accumulation", "cublas_allow_fp16_reduced_precision_reduction", "cudnn_allow_tf32",
-    "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "float32_matmul_precision", "mkldnn_deterministic",
-    "mkldnn_enabled",
+    "blas_preferred_backend", "cpu_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation",
+    "cublas_allow_fp16_reduced_precision_reduction", "cudnn_allow_tf32", "cudnn_benchmark", "cudnn_deterministic",
+    "cudnn_enabled", "float32_matmul_precision", "linalg_preferred_backend", "mkldnn_deterministic", "mkldnn_enabled",
+    "nnpack_enabled",
 )  # fmt: skip
 
 

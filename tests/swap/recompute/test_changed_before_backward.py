@@ -327,6 +327,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
     ),
     "denormals": (lambda: bool(torch.tensor(1e-39).mul(1) == 0), torch.set_flush_denormal, True),
     "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "nnpack": (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled, False),
 }
 
 
