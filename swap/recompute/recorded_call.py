@@ -15,7 +15,7 @@ from memo.swap.engine.saved_storage import content_of
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.parts import parts_of
-from memo.swap.recompute.tape.log import Origin
+from memo.swap.recompute.tape.log import Function, Origin
 from memo.swap.recompute.tape.plan import Kept, Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
@@ -218,11 +218,13 @@ class RecordedCall:
 
     def _replay(self, plan: Plan, kept: Mapping[Kept, Brought], engine: Engine, *, together: bool = False) -> Replay:
         recorder = self._call.recorder
+        repeats_functions = any(isinstance(plan.tape.steps[step].operator, Function) for step in plan.steps)
+        captured = recorder.captured.values() if repeats_functions else ()
         return Replay(
             engine,
             self._call.layer.name,
             plan,
-            [kept[item] for item in plan.kept],
+            [*(kept[item] for item in plan.kept), *(self._lies_there(tensor) for tensor in captured)],
             carried=recorder.carried,
             precision=recorder.precision,
             wanted=[Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted],
@@ -235,8 +237,7 @@ class RecordedCall:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         beside = tuple(map(Guard, recorder.beside.get(number, {}).values()))
         if number >= 0 and recorder.storages[number][0] is Origin.PARAMETER:
-            known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
-            return Brought(KeptTensor(tensor), storage.nbytes(), known, beside)
+            return self._lies_there(tensor, beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
             return Brought(Sharded(whole, KeptTensor(tensor)), storage.nbytes())
@@ -258,6 +259,12 @@ class RecordedCall:
             if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
                 packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
             return Brought(packed, tensor.untyped_storage().nbytes(), None, beside if tensor is given else ())
+
+    def _lies_there(self, tensor: torch.Tensor, beside: tuple[Guard, ...] = ()) -> Brought:
+        """A parameter, or what a function has captured: it stays, and must not change."""
+        storage = local_part(tensor).untyped_storage()
+        known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
+        return Brought(KeptTensor(tensor), storage.nbytes(), known, beside)
 
     def _is_saved(self, tensor: torch.Tensor, engine: Engine) -> bool:
         """True if autograd saves a tensor, or has saved it before, and so guards it."""

@@ -48,7 +48,9 @@ def recomputable(function: _Function) -> _Function:
 
     Args:
         function: takes tensors of any shape and dtype, and returns one, or a list or tuple. It must not write into its
-            arguments, draw random numbers, or return a view of them. It may be a collective.
+            arguments, draw random numbers, or return a view of them. It may be a collective. Other tensors that it reads
+            (of its closure, and parameters and buffers of modules there or among its arguments, as `self`) must not
+            change before backward, which raises ModifiedAfterSave; a change of a global or of an attribute goes unseen.
 
     Returns:
         The function with the same signature.

@@ -6,7 +6,8 @@ autograd does not save, but the layer's arguments, and those that the caller nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -14,6 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from memo.kernels import pack_mask
+from memo.nested import closure_of, leaves_of
 from memo.swap.dynamo import keep_from_dynamo
 from memo.swap.generators import leaves_generators
 from memo.swap.recompute.tape.log import (
@@ -39,7 +41,7 @@ from memo.swap.recompute.tape.log import (
 from memo.swap.recompute.tape.operators import Operator, apart, call, group_of, operator_of
 from memo.swap.recompute.tape.settings import precision_of_products
 from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
-from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, local_part, tensors_within
 from memo.torch_private import (
     DisableTorchDispatch,
     DispatchKey,
@@ -203,6 +205,8 @@ class Recorder(TorchDispatchMode):
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
         self.beside: dict[int, dict[int, torch.Tensor]] = {}
         """Storage number -> other parameters and tensors in the memory of its first one, which count changes themselves."""
+        self.captured: dict[int, torch.Tensor] = {}
+        """Tensors that functions which repeat read besides those among their arguments, by id."""
         self.collectives: list[LoggedCollective] = []
         """In order; a call with other numbers in the same log may have other groups."""
         self._within: list[str] | None = None  # groups of the function of the program that runs now
@@ -579,6 +583,9 @@ class Recorder(TorchDispatchMode):
         finally:
             groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
         operator.repeats = operator.repeats and isinstance(out, (torch.Tensor, list, tuple))
+        if operator.repeats:
+            found = _captured(function, args, kwargs)
+            self.captured.update((id(each), each) for each in found if is_recordable(local_part(each)))
         with Aside(self):
             if groups:
                 operator.talks = True
@@ -588,6 +595,15 @@ class Recorder(TorchDispatchMode):
             if self._checksums is not None:
                 self._checksums.note([tensor for tensor in _tensors_in(_local_parts(out)) if has_storage(tensor)])
         return out
+
+
+def _captured(function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a function's closure; parameters and buffers of modules there and among its arguments, as `self`."""
+    closure = closure_of(function)
+    yield from tensors_within(closure)
+    for module in leaves_of((closure, args, kwargs)):
+        if isinstance(module, torch.nn.Module):
+            yield from itertools.chain(module.parameters(), module.buffers())
 
 
 @leaves_generators

@@ -65,7 +65,7 @@ class Replay:
         engine: brings back what is kept.
         name: of the layer, for messages.
         plan: which steps.
-        kept: what the plan keeps, in its order.
+        kept: what the plan keeps, in its order, and then what its functions have captured.
         carried: arguments of the call that the plan does not hold.
         precision: of products, where the call began.
         wanted: storages that it gives, in the plan's order.
@@ -142,6 +142,8 @@ class Replay:
         device = self._engine.backend.device
         with _as_recorded(device, self._settings):
             try:
+                for position in range(len(self.plan.kept), len(self._kept)):
+                    self._bring(position)
                 self.plan.replay(self._bring, self._carried, give, device)
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
                 raise

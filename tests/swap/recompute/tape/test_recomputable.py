@@ -144,3 +144,43 @@ def test_what_gives_a_dict_is_kept_and_the_rest_of_its_layer_recomputed(tmp_path
     assert refused(manager) == {}
     assert manager.stats.bytes_recomputed > 0
     manager.close()
+
+
+class _Shifts(nn.Module):
+    """A function that reads more than the tensors that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+        self.register_buffer("table", torch.ones(32))
+
+    @memo.recomputable
+    def shifted(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift + self.table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shifted(self.linear(x)).sin()  # type: ignore[no-any-return]
+
+
+class _ShiftsByClosure(_Shifts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.table
+
+        @memo.recomputable
+        def shifted(x: torch.Tensor) -> torch.Tensor:
+            return x + table
+
+        return shifted(self.linear(x)).sin()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["shift", "table", "closure"])
+def test_what_a_function_reads_besides_its_arguments_must_not_change(name: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*[(_ShiftsByClosure if name == "closure" else _Shifts)() for _ in range(3)])
+    manager = memo.offload(model, layers=[*model], alpha=0.0, disk=tmp_path, min_bytes=256)
+    with manager:
+        loss = model(torch.randn(2, 16, 32)).sum()
+    with torch.no_grad():
+        getattr(model[0], "shift" if name == "shift" else "table").add_(1)
+    with pytest.raises(memo.MemoError, match="changed in place after it was saved"):
+        loss.backward()
+    manager.close()
