@@ -216,9 +216,8 @@ class Recorder(TorchDispatchMode):
         self._written: set[int] = set()  # storages that other layers may read
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
-        self._roots: dict[
-            int, set[int]
-        ] = {}  # storage that the call did not make -> ids of views' bases that were read
+        self._roots: dict[int, dict[int, torch.Tensor]] = {}
+        """Storage that the call did not make -> bases of views that were read, by id."""
         self._holds = holds
         self._expected = expected
         self._here = here
@@ -419,7 +418,7 @@ class Recorder(TorchDispatchMode):
                 self.lent.add(number)
             else:
                 self.beside.setdefault(number, {})[id(tensor)] = tensor
-        elif number in self._roots:
+        elif number in self._roots and not made:  # `x.data` gets its version counter after the operator that makes it
             self._counted(number, tensor)
         geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         word = self._by_geometry.get(geometry)
@@ -444,9 +443,9 @@ class Recorder(TorchDispatchMode):
 
     def _counted(self, number: int, tensor: torch.Tensor) -> None:
         """Notes a tensor over memory that is known, if it may have a version counter of its own, as `x.data` beside `x`."""
-        roots, root = self._roots.setdefault(number, set()), tensor if tensor._base is None else tensor._base
+        roots, root = self._roots.setdefault(number, {}), tensor if tensor._base is None else tensor._base
         if id(root) not in roots:
-            roots.add(id(root))
+            roots[id(root)] = root
             self.beside.setdefault(number, {})[id(root)] = _alias(tensor)
 
     def _value(self, geometry: Geometry) -> Ref:
@@ -465,7 +464,8 @@ class Recorder(TorchDispatchMode):
             self.tensors[number] = tensor
         elif birth is not Origin.MADE:
             self.tensors[number] = _alias(tensor)
-            self._roots[number] = {id(tensor if tensor._base is None else tensor._base)}
+            root = tensor if tensor._base is None else tensor._base
+            self._roots[number] = {id(root): root}
         if birth is not Origin.MADE:
             self._value((number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype))
             if self._checksums is not None:

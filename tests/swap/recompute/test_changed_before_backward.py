@@ -586,3 +586,35 @@ def test_verify_finds_nothing_where_nothing_changes(offload: Callable[..., memo.
     manager = offload(model, verify=True, **how)
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
     assert manager.stats.bytes_recomputed > 0
+
+
+class ReadsAliases(nn.Module):
+    """Reads another argument by `.data`, once or twice, and leaves the last of these to the program."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(32, 32), times
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        for _ in range(self.times):
+            self.alias = other.data
+            y = y + self.alias
+            if self.times > 1:
+                y = y + other.data
+        return x + y.sin()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_change_of_an_alias_that_the_layer_has_made_is_an_error(times: int) -> None:
+    layers = nn.ModuleList([ReadsAliases(times) for _ in range(3)])
+    manager = memo.offload(layers, layers=[*layers], alpha=0.0, host="4MiB", min_bytes=1)
+    x, other = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    with manager:
+        for layer in layers:
+            x = layer(x, other)
+    for layer in layers:
+        layer.alias.add_(1)
+    with pytest.raises(ModifiedAfterSave, match="another tensor in its memory"):
+        x.sum().backward()
+    manager.close()
