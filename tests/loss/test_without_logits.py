@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -325,13 +326,13 @@ def test_a_model_that_is_wrapped_is_given_as_it_is_called() -> None:
     torch.testing.assert_close(output.loss, own.loss, rtol=2e-6, atol=0)
 
 
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    """A process group that outlives the test's wrappers: a reducer that ends it waits for gloo with the GIL taken."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def wrapped_by(model: nn.Module, kind: str) -> nn.Module:
@@ -341,30 +342,30 @@ def wrapped_by(model: nn.Module, kind: str) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, **options.get(kind, {}))
 
 
+@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("kind", ["plain", "unused", "static", "fully_shard"])
 def test_data_parallelism_around_the_model_makes_no_logits(kind: str) -> None:
-    with one_rank():
-        model = model_of("LlamaForCausalLM")
-        memo.loss_without_logits(model)
-        wrapped = wrapped_by(model, kind)
-        for _ in range(2):
-            output = wrapped(**batch())
-            output.loss.backward()
-            assert "computed=False" in repr(output.logits)
+    model = model_of("LlamaForCausalLM")
+    memo.loss_without_logits(model)
+    wrapped = wrapped_by(model, kind)
+    for _ in range(2):
+        output = wrapped(**batch())
+        output.loss.backward()
+        assert "computed=False" in repr(output.logits)
 
 
+@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("kind", ["plain", "unused", "static"])
 def test_logits_that_are_read_behind_data_parallelism_have_their_gradient(kind: str) -> None:
     grads = []
     for without in (False, True):
-        with one_rank():
-            model = model_of("LlamaForCausalLM").double()
-            if without:
-                memo.loss_without_logits(model)
-            wrapped = wrapped_by(model, kind)
-            output = wrapped(**batch())
-            (output.loss + output.logits.square().mean()).backward()
-            grads.append({name: p.grad for name, p in model.named_parameters()})
+        model = model_of("LlamaForCausalLM").double()
+        if without:
+            memo.loss_without_logits(model)
+        wrapped = wrapped_by(model, kind)
+        output = wrapped(**batch())
+        (output.loss + output.logits.square().mean()).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
     for name, want in grads[0].items():
         torch.testing.assert_close(grads[1][name], want, rtol=0, atol=1e-7)  # losses are in float32
 
