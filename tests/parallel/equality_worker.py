@@ -24,7 +24,8 @@ from memo.gpt.train.step import Trainer
 from memo.parallel import ContextAttention, Layout, PipelineSchedule, World, join
 
 SEQ, ROWS, STEPS, SEED = 64, 4, 3, 7
-DEVICE = torch.device(os.environ.get("EQUALITY_DEVICE", "cpu"))
+CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("EQUALITY_DEVICE", CPU))
 """Of every rank: on "cuda:0" they share one GPU, and gloo copies what it sends through host memory."""
 
 # float32 sums of a few thousand terms in another order: some 2^-24 * sqrt(4096) of the largest partial sum. AdamW divides by
@@ -180,7 +181,7 @@ def main() -> None:
     if DEVICE.type == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.cuda.init()  # otherwise DeviceMesh gives each rank a GPU of its own
-    with join(torch.device("cpu")):
+    with join(CPU):
         for name in sys.argv[2:]:
             told = check(name, [float(alpha) for alpha in sys.argv[1].split(",")])
             dist.barrier()
