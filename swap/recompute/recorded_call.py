@@ -203,8 +203,9 @@ class RecordedCall:
         for part in parts_of(plan, collectives):
             replay = self._replay(part, kept, engine, together=not collectives.isdisjoint(part.steps))
             found |= {self.saved[storage]: replay for storage in part.wanted}
-            for item in part.kept:
-                _note_reader(kept[item].packed, replay)
+            if part is not plan:
+                for item in part.kept:
+                    _note_reader(kept[item].packed, replay)
         return found
 
     def _kept_of(self, plan: Plan, engine: Engine) -> dict[Kept, Brought]:
@@ -282,7 +283,7 @@ class RecordedCall:
 
 
 def _note_reader(packed: Packed, replay: Replay) -> None:
-    """Notes that a replay reads something that autograd may have saved as well, and a backward may write into."""
+    """Notes that a part reads something that autograd may have saved as well, and a backward may write into."""
     handle = packed.local if isinstance(packed, Sharded) else packed
     if isinstance(handle, Handle):
         handle.hold.saved.readers += (ref(replay),)
