@@ -116,8 +116,8 @@ class Actuator:
         else:
             placements, chosen = self._settings_of(setting)
             overlap, late = setting.problem.overlap, self.late_bytes(setting)
-            wait = late or None if overlap else 0  # without a disk a GPU's streams wait, and not the host
-            self._engine.place(placements, rest_bytes=room, late_bytes=wait, overlap=overlap)
+            may_stay = late or None if overlap else 0  # without a disk a GPU's streams wait, and not the host
+            self._engine.place(placements, rest_bytes=room, late_bytes=may_stay, overlap=overlap)
             self._expect(dict(zip((TierName.HOST, TierName.DISK), lower_tier_nbytes(setting), strict=True)))
             others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
             self._recompute_policy.choose({**others, **chosen})

@@ -87,7 +87,7 @@ _FASTEST_FIRST = {
 }
 """Order by compute capability. Hopper: 2407.08608, figures 5 and 6, both passes at 16k tokens; FlashAttention 4 there, and
 all of Blackwell, by their authors' word."""
-_TRIED_TOKENS = 256
+_TRIED_TOKENS, _TRIED_BACK = 256, 100
 _ROUNDINGS = 2**-5
 """Bound for bfloat16 results of order one: some units in the last place, 2^-8 each."""
 
@@ -254,10 +254,29 @@ def _distance(kernel: Kernel, kind: AttentionKind) -> float:
     )
     exact = [tensor.float().requires_grad_() for tensor in inputs]
     inputs = [tensor.requires_grad_() for tensor in inputs]
+    at = torch.arange(_TRIED_TOKENS, device=kind.device)
+    back = at[:, None] - at
+    seen, options = back >= 0, dict[str, Any]()
+    if kind.local:
+        seen, options["window_size"] = seen & (back <= _TRIED_BACK), (_TRIED_BACK, 0)
+    if kind.packed:
+        ends = torch.tensor([0, _TRIED_BACK, _TRIED_TOKENS], dtype=torch.int32, device=kind.device)
+        document = at >= _TRIED_BACK
+        seen &= document[:, None] == document
+        options |= {
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": _TRIED_TOKENS,
+            "max_seqlen_k": _TRIED_TOKENS,
+        }
     with torch.cuda.device(kind.device):
-        found = by_package(kernel, "flash_attn_func", *inputs)
+        if kind.packed:
+            flat = [tensor[0] for tensor in inputs]
+            found = by_package(kernel, "flash_attn_varlen_func", *flat, **options)[None]
+        else:
+            found = by_package(kernel, "flash_attn_func", *inputs, **options)
         query, key, value = (tensor.transpose(1, 2) for tensor in exact)
-        want = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+        want = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
         pairs = zip(
             (found.detach(), *torch.autograd.grad(found, inputs, upstream)),
             (want.detach(), *torch.autograd.grad(want, exact, upstream.float())),

@@ -365,6 +365,39 @@ def test_a_package_that_differs_from_torch_is_not_used(
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.usefixtures("_fresh_choices")
+@pytest.mark.parametrize("off", [0, 1])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_package_is_compared_within_windows_and_documents_where_it_is_asked_for_them(
+    packed: bool, local: bool, off: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, starts: list[int]) -> torch.Tensor:
+        at = torch.arange(q.shape[0])
+        back = at[:, None] - at
+        document = torch.bucketize(at, torch.tensor(starts), right=True)
+        seen = (back >= 0) & (back <= window) & (document[:, None] == document)
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+
+    def flash_attn_func(q: Any, k: Any, v: Any, *, window_size: Any = (999, 0), **options: Any) -> torch.Tensor:
+        return attended(q[0], k[0], v[0], window_size[0] - 9 * off, [0])[None]
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, *, cu_seqlens_q: torch.Tensor, window_size: Any = (999, 0), **options: Any
+    ) -> torch.Tensor:
+        return attended(q, k, v, window_size[0] - 9 * off, [end + 9 * off for end in cu_seqlens_q.tolist()[:-1]])
+
+    _provide(monkeypatch, "flash_attn_interface", flash_attn_func)
+    sys.modules["flash_attn_interface"].flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())  # the trial runs on the CPU here
+    agrees = off == 0 or not (packed or local)
+    told = nullcontext() if agrees else pytest.warns(RuntimeWarning, match="result or gradients are")
+    with told:
+        kind = _kind(dtype=torch.bfloat16, packed=packed, local=local)
+        assert attention_kernel._agrees(Kernel.FLASH_ATTN_3, kind) is agrees
+
+
 def test_the_folder_of_flash_attention_4_is_not_flash_attention_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
